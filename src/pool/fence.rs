@@ -14,6 +14,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
@@ -41,8 +42,18 @@ pub struct Fences {
 struct Events {
     pending: VecDeque<(u64, Event)>,
     spare: Vec<Event>,
+    /// Events that a thread has taken out to query or to wait for.
+    in_hand: usize,
     /// The context died: events are no longer kept.
     dead: bool,
+}
+
+impl Events {
+    fn take(&mut self, at: usize) -> Option<(u64, Event)> {
+        let taken = self.pending.remove(at);
+        self.in_hand += usize::from(taken.is_some());
+        taken
+    }
 }
 
 impl Fences {
@@ -119,8 +130,7 @@ impl Fences {
 
     /// Asks the driver which recorded events are done, oldest first, until one is not.
     pub fn poll(&self) -> CuResult<()> {
-        loop {
-            let Some((epoch, event)) = self.pending.lock().pending.pop_front() else { return Ok(()) };
+        while let Some((epoch, event)) = self.pending.lock().take(0) {
             match self.driver.event_query(event) {
                 Ok(true) => self.retire(epoch, event),
                 other => {
@@ -129,6 +139,12 @@ impl Fences {
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Events recorded and not yet seen done.
+    pub fn pending(&self) -> usize {
+        self.pending.lock().pending.len()
     }
 
     /// Blocks the host until everything stamped up to `stamp` is complete. 900 while a stream of the context is captured.
@@ -147,11 +163,16 @@ impl Fences {
             let taken = {
                 let mut events = self.pending.lock();
                 let at = events.pending.iter().position(|&(epoch, _)| epoch >= stamp);
-                at.and_then(|at| events.pending.remove(at))
+                at.and_then(|at| events.take(at)).ok_or(events.in_hand)
             };
-            let Some((epoch, event)) = taken else {
-                // Another thread holds the event: it is querying or waiting for it, or the record failed.
-                return self.synchronize();
+            let (epoch, event) = match taken {
+                Ok(taken) => taken,
+                Err(0) => return self.synchronize(),
+                Err(_) => {
+                    // Another thread asks or waits for the event that covers the stamp.
+                    std::thread::sleep(Duration::from_micros(20));
+                    continue;
+                }
             };
             self.waited.fetch_add(1, Ordering::Relaxed);
             let done = self.driver.event_synchronize(event);
@@ -187,6 +208,7 @@ impl Fences {
     fn retire(&self, epoch: u64, event: Event) {
         self.finished.fetch_max(epoch, Ordering::AcqRel);
         let mut events = self.pending.lock();
+        events.in_hand -= 1;
         if !events.dead {
             events.spare.push(event);
         }
@@ -194,6 +216,7 @@ impl Fences {
 
     fn put_back(&self, epoch: u64, event: Event) {
         let mut events = self.pending.lock();
+        events.in_hand -= 1;
         if !events.dead {
             events.pending.push_front((epoch, event));
         }

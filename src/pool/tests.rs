@@ -1,0 +1,266 @@
+//! The pool's contract, on simcuda: order between streams, accounting, and random operations with late work.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::*;
+use crate::testing::{self, Rng, Sim};
+
+fn config() -> Config {
+    Config { bin_growth: 2, bin_steps: 8, bin_min: 512, bin_max: MIB, max_cached: None, ..Config::default() }
+}
+
+/// A pool of its own over device `ordinal`'s primary context, which is current afterwards.
+fn pool(sim: &Sim, ordinal: i32) -> Arc<Pool> {
+    let ctx = sim.context(ordinal);
+    let d = sim.driver;
+    let source = Arc::new(crate::source::vmm(d, ordinal).expect("simcuda has VMM"));
+    Arc::new(Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), source, &config()))
+}
+
+/// Everything goes back: what the test left is a leak.
+fn empty(pool: &Pool) {
+    pool.check().unwrap();
+    assert_eq!(pool.stats().live, 0, "blocks are still live");
+    pool.wait_for_pending().unwrap();
+    pool.trim(0).unwrap();
+    pool.wait_for_pending().unwrap();
+    pool.trim(0).unwrap();
+    pool.check().unwrap();
+    assert_eq!(pool.stats().held, 0, "idle memory could not be given back");
+}
+
+#[test]
+fn a_stream_gets_its_own_memory_back_at_once() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let s = sim.stream();
+    for size in [1, 512, 100_000, MIB, MIB + 1, 40 * MIB] {
+        let p = pool.malloc(size, s).unwrap();
+        assert_eq!(p % 512, 0);
+        pool.free(p, s).unwrap();
+        assert_eq!(pool.malloc(size, s).unwrap(), p, "size {size}");
+        pool.free(p, s).unwrap();
+        pool.check().unwrap();
+    }
+    assert_eq!(pool.stats().fences, 0, "one stream needs no fence");
+    empty(&pool);
+}
+
+#[test]
+fn wrong_pointers_change_nothing() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let p = pool.malloc(4096, Stream::NULL).unwrap();
+    let before = pool.stats();
+    for wrong in [0, p + 512, p + 4096, 0xdead_beef_0000, u64::MAX] {
+        assert!(matches!(pool.free(wrong, Stream::NULL), Err(Error::UnknownPointer)), "{wrong:#x}");
+    }
+    assert_eq!(pool.stats().live, before.live);
+    assert!(matches!(pool.malloc(0, Stream::NULL), Err(Error::InvalidArgument)));
+    assert!(matches!(pool.malloc(usize::MAX, Stream::NULL), Err(Error::OutOfMemory { .. })));
+    assert!(matches!(pool.malloc(4 << 40, Stream::NULL), Err(Error::OutOfMemory { .. })));
+    pool.free(p, Stream::NULL).unwrap();
+    assert!(matches!(pool.free(p, Stream::NULL), Err(Error::UnknownPointer)), "freed twice");
+    empty(&pool);
+}
+
+#[test]
+fn another_stream_waits_for_the_work_before_the_free() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let (a, b) = (sim.stream(), sim.stream());
+    for size in [4096, 8 * MIB] {
+        let gate = sim.gate(a);
+        let p = pool.malloc(size, a).unwrap();
+        sim.memset(p, 1, 64, a);
+        pool.free(p, a).unwrap();
+        let q = pool.malloc(size, b).unwrap();
+        assert_ne!(p, q, "handed out while the work on it was pending");
+        gate.open();
+        sim.driver.ctx_synchronize().unwrap();
+        // Finished now: B may have it, before any new memory is taken.
+        let held = pool.stats().held;
+        let r = pool.malloc(size, b).unwrap();
+        assert!(r == p || pool.stats().held == held);
+        pool.free(q, b).unwrap();
+        pool.free(r, b).unwrap();
+        pool.check().unwrap();
+    }
+    empty(&pool);
+}
+
+#[test]
+fn recorded_streams_hold_a_block_back() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let (a, b) = (sim.stream(), sim.stream());
+    let p = pool.malloc(2 * MIB, a).unwrap();
+    pool.record_stream(p, b).unwrap();
+    let gate = sim.gate(b);
+    sim.memset(p, 2, 64, b);
+    pool.free(p, a).unwrap();
+    let q = pool.malloc(2 * MIB, a).unwrap();
+    assert_ne!(p, q, "the other stream still uses it");
+    gate.open();
+    sim.driver.ctx_synchronize().unwrap();
+    pool.free(q, a).unwrap();
+    let x = pool.malloc(2 * MIB, a).unwrap();
+    let y = pool.malloc(2 * MIB, a).unwrap();
+    assert!(x == p || y == p, "a finished block came back");
+    pool.free(x, a).unwrap();
+    pool.free(y, a).unwrap();
+    empty(&pool);
+}
+
+#[test]
+fn a_new_stream_under_an_old_handle_is_another_stream() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let old = sim.stream();
+    let gate = sim.gate(old);
+    let p = pool.malloc(4096, old).unwrap();
+    sim.memset(p, 3, 64, old);
+    pool.free(p, old).unwrap();
+    sim.destroy(old);
+    let new = sim.stream();
+    assert_eq!(old, new, "the stand-in gives the handle back, as the real driver does");
+    assert_ne!(pool.malloc(4096, new).unwrap(), p, "the old stream's work is not done");
+    gate.open();
+    sim.driver.ctx_synchronize().unwrap();
+    for p in pool.inner.lock().space.live_blocks(None) {
+        let addr = pool.inner.lock().space.addr(p);
+        pool.free(addr, new).unwrap();
+    }
+    empty(&pool);
+}
+
+#[test]
+fn a_refused_page_leaves_nothing_behind() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
+        for nth in 1..=3 {
+            sim.fail(&format!("{call}:{nth}"));
+            let first = pool.malloc(80 * MIB, Stream::NULL);
+            sim.fail("");
+            // One refused page is answered with a retry, so the request may succeed; the next one must.
+            pool.check().unwrap();
+            let next = pool.malloc(80 * MIB, Stream::NULL).unwrap();
+            for p in first.into_iter().chain([next]) {
+                pool.free(p, Stream::NULL).unwrap();
+            }
+            empty(&pool);
+        }
+    }
+    sim.fail("cuMemCreate:every:1");
+    assert!(matches!(pool.malloc(MIB, Stream::NULL), Err(Error::OutOfMemory { .. })));
+    sim.fail("");
+    let p = pool.malloc(MIB, Stream::NULL).unwrap();
+    pool.free(p, Stream::NULL).unwrap();
+    empty(&pool);
+}
+
+#[test]
+fn idle_memory_is_given_back_before_an_allocation_fails() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let total = sim.driver.device_total(0).unwrap();
+    let part = total / 8 / MIB * MIB;
+    let (a, b) = (sim.stream(), sim.stream());
+    // All of the device in eighths, freed on one stream; then one block of three quarters on another.
+    let blocks: Vec<_> = std::iter::from_fn(|| pool.malloc(part, a).ok()).take(7).collect();
+    assert_eq!(blocks.len(), 7);
+    for p in blocks {
+        pool.free(p, a).unwrap();
+    }
+    let p = pool.malloc(6 * part, b).expect("idle segments are given back");
+    let e = pool.malloc(6 * part, b).unwrap_err();
+    assert!(matches!(e, Error::OutOfMemory { detail: Some(_), .. }), "{e:?}");
+    pool.free(p, b).unwrap();
+    pool.trim(0).unwrap();
+    empty(&pool);
+}
+
+/// Random operations by several threads on streams and devices, work late on purpose, faults on some runs of calls.
+/// Every block gets a value written on its stream when it is had, and is read on its stream before it is freed: a block
+/// that somebody else may still write shows another value.
+#[test]
+fn random_operations_never_show_a_foreign_write() {
+    let sim = testing::sim();
+    let total: u64 = std::env::var("GPUPOOL_STRESS_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(1_000_000);
+    let pools: Vec<_> = (0..2).map(|d| pool(&sim, d)).collect();
+    let streams: Vec<Vec<Stream>> = (0..2)
+        .map(|d| {
+            sim.context(d);
+            (0..4).map(|_| sim.stream()).chain([Stream::LEGACY]).collect()
+        })
+        .collect();
+    let done = AtomicU64::new(0);
+    sim.delay_us(30);
+    sim.fail("cuMemCreate:every:13,cuMemMap:every:17,cuMemSetAccess:every:19,cuCtxRecordEvent:every:23,cuEventCreate:every:29");
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let (sim, pools, streams, done) = (&sim, &pools, &streams, &done);
+            scope.spawn(move || {
+                let mut rng = Rng::new(thread + 1);
+                let mut live: Vec<(u64, usize, usize, Stream, u8)> = Vec::new();
+                let mut reads: VecDeque<(Box<[u8; 2]>, u8, Stream)> = VecDeque::new();
+                for op in 0..total / 4 {
+                    let device = (op / 512 % 2) as usize;
+                    if op % 512 == 0 {
+                        sim.context(device as i32);
+                        // Blocks and reads of the device that was current until now are finished first.
+                        assert!(live.is_empty());
+                    }
+                    let drain = op % 512 >= 448;
+                    if !drain && (live.len() < 8 || rng.below(2) == 0) {
+                        let size = 1 + rng.below(1 << (8 + rng.below(15))) as usize;
+                        let s = streams[device][rng.below(5) as usize];
+                        // Faults make some requests fail; that is an answer too.
+                        if let Ok(p) = pools[device].malloc(size, s) {
+                            let value = 1 + rng.below(255) as u8;
+                            sim.memset(p, value, 1, s);
+                            sim.memset(p + size as u64 - 1, value, 1, s);
+                            live.push((p, size, device, s, value));
+                        }
+                    } else if !live.is_empty() {
+                        let (p, size, device, s, value) = live.swap_remove(rng.below(live.len() as u64) as usize);
+                        let mut seen = Box::new([0u8; 2]);
+                        sim.copy_to_host(&mut seen[0..1], p, s);
+                        sim.copy_to_host(&mut seen[1..2], p + size as u64 - 1, s);
+                        pools[device].free(p, s).unwrap();
+                        reads.push_back((seen, value, s));
+                    }
+                    if reads.len() > 64 || (op % 512 == 511 && !reads.is_empty()) {
+                        sim.driver.ctx_synchronize().unwrap();
+                        for (seen, value, s) in reads.drain(..) {
+                            assert_eq!(*seen, [value; 2], "a foreign write on stream {s:?} at operation {op}");
+                        }
+                    }
+                    if op % 512 == 511 {
+                        for (p, _, device, s, _) in live.drain(..) {
+                            pools[device].free(p, s).unwrap();
+                        }
+                    }
+                    if op % 4096 == 100 * thread {
+                        pools[device].check().unwrap();
+                        let _ = pools[device].trim(rng.below(256) as usize * MIB);
+                    }
+                    done.fetch_add(1, Ordering::Relaxed);
+                }
+                for (p, _, device, s, _) in live.drain(..) {
+                    pools[device].free(p, s).unwrap();
+                }
+            });
+        }
+    });
+    sim.fail("");
+    sim.delay_us(0);
+    assert_eq!(done.into_inner(), total / 4 * 4);
+    for (d, pool) in pools.iter().enumerate() {
+        sim.context(d as i32);
+        assert!(pool.stats().fences > 0, "streams never met");
+        empty(pool);
+    }
+}
