@@ -130,7 +130,8 @@ impl Fences {
 
     /// Asks the driver which recorded events are done, oldest first, until one is not.
     pub fn poll(&self) -> CuResult<()> {
-        while let Some((epoch, event)) = self.pending.lock().take(0) {
+        loop {
+            let Some((epoch, event)) = self.pending.lock().take(0) else { return Ok(()) };
             match self.driver.event_query(event) {
                 Ok(true) => self.retire(epoch, event),
                 other => {
@@ -139,7 +140,6 @@ impl Fences {
                 }
             }
         }
-        Ok(())
     }
 
     /// Events recorded and not yet seen done.

@@ -478,11 +478,8 @@ impl Pool {
 
     /// Whether a stream that can be seen is being captured: a fence would break the capture.
     fn capturing(&self, s: Stream) -> bool {
-        let open = |s| match self.driver.stream_is_capturing(s) {
-            Ok(open) => open,
-            // The legacy stream answers 906 while a blocking stream is captured.
-            Err(_) => true,
-        };
+        // The legacy stream answers 906 while a blocking stream is captured.
+        let open = |s| self.driver.stream_is_capturing(s).unwrap_or(true);
         open(s) || (s != Stream::LEGACY && open(Stream::LEGACY))
     }
 }

@@ -548,7 +548,7 @@ impl Space {
             let (mut at, mut left, mut b) = (base, NIL, first);
             while b != NIL {
                 let k = self.blocks[b as usize];
-                if k.addr != at || k.left != left || k.size == 0 || k.size % GRANULE != 0 {
+                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE) {
                     return Err(format!("block {b} at {:#x} (size {}) does not follow {at:#x}", k.addr, k.size));
                 }
                 let sums = &mut seen[k.owner as usize];
