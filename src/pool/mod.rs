@@ -7,7 +7,7 @@
 //!    Another stream gets it only after the work on S that came before the free is done.
 //! 3. `record_stream(p, T)`: p is also in use on T; a free then waits for T's work so far as well.
 //! 4. Neither call blocks on the GPU while memory can be had without blocking. The order of supply: own stream's bin; own
-//!    stream's free space; finished memory of other streams; new memory; and when the driver has none left: idle segments
+//!    stream's free space; finished memory of other streams; new memory; and when the driver has none left: idle pages
 //!    given back and taken anew at the size that is asked; a host wait for pending work; an error that says what is held.
 //! 5. Nothing is remapped, moved or returned while a block in it is live.
 //! 6. A pointer that is not a live block's start is `UnknownPointer`, and nothing changes.
@@ -400,7 +400,7 @@ impl Pool {
         let (segments, bytes) = {
             let mut inner = self.inner.lock();
             inner.flush_all();
-            let taken = inner.take_idle_segments(&self.fences, keep);
+            let taken = inner.take_idle_pages(&self.fences, keep);
             self.releasing.fetch_add(taken.len(), Ordering::AcqRel);
             let bytes = taken.iter().map(|s| s.size).sum();
             (taken, bytes)
@@ -619,23 +619,37 @@ impl Inner {
         blocks.map(|b| self.space.stamp(b)).filter(|&s| !fences.is_finished(s)).max()
     }
 
-    /// Takes wholly free, finished segments out of the books until at most `keep` bytes are held.
-    fn take_idle_segments(&mut self, fences: &Fences, keep: usize) -> Vec<Segment> {
-        let idle: Vec<u64> = self
-            .segments
-            .keys()
-            .copied()
-            .filter(|&base| self.space.region_idle_since(base).is_some_and(|s| fences.is_finished(s)))
-            .collect();
+    /// Takes wholly free, finished pages out of the books until at most `keep` bytes are held. What a segment has left stays
+    /// in use.
+    fn take_idle_pages(&mut self, fences: &Fences, keep: usize) -> Vec<Segment> {
         let mut out = Vec::new();
-        for base in idle {
-            if self.stats.held as usize <= keep {
-                break;
+        let bases: Vec<u64> = self.segments.keys().copied().collect();
+        for base in bases {
+            let free: Vec<_> =
+                self.space.free_runs(base).into_iter().filter(|&(_, _, stamp)| fences.is_finished(stamp)).collect();
+            if free.is_empty() {
+                continue;
             }
             let (segment, domain) = self.segments.remove(&base).expect("the base was just listed");
-            self.space.remove_region(base, segment.size).expect("the region is idle");
-            self.held(domain, -(segment.size as isize));
-            out.push(segment);
+            let mut excess = (self.stats.held as usize).saturating_sub(keep);
+            let taken: Vec<bool> = segment
+                .pages()
+                .map(|(page, size)| {
+                    let idle = free.iter().any(|&(from, to, _)| from <= page && page + size as u64 <= to);
+                    let take = idle && excess > 0;
+                    excess -= if take { size.min(excess) } else { 0 };
+                    take
+                })
+                .collect();
+            for (take, part) in segment.split(&taken) {
+                if take {
+                    self.space.remove_region(part.base, part.size).expect("the pages are idle");
+                    self.held(domain, -(part.size as isize));
+                    out.push(part);
+                } else {
+                    self.segments.insert(part.base, (part, domain));
+                }
+            }
         }
         out
     }

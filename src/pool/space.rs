@@ -338,12 +338,51 @@ impl Space {
         b
     }
 
-    /// Forgets a region that is wholly free, whoever owns its parts. Err, and nothing changed, while a block of it is in use.
+    /// Forgets the addresses from `base` on, `size` bytes (multiples of the granule), which must lie in one region and be
+    /// wholly free, whoever owns the parts. What is left of the region on either side becomes regions of their own. Err, and
+    /// nothing changed, while a block there is in use.
     pub fn remove_region(&mut self, base: u64, size: usize) -> Result<(), ()> {
-        if !self.region_blocks(base, size).iter().all(|&b| self.is_free(b)) {
+        let end = base + size as u64;
+        let (&start, &(whole, first)) = self.regions.range(..=base).next_back().ok_or(())?;
+        if end > start + whole as u64 {
             return Err(());
         }
-        self.forget_region(base, size);
+        let (mut b, mut inside) = (first, Vec::new());
+        while b != NIL && self.addr(b) < end {
+            if self.addr(b) + self.size(b) as u64 > base {
+                if !self.is_free(b) {
+                    return Err(());
+                }
+                inside.push(b);
+            }
+            b = self.blocks[b as usize].right;
+        }
+        // The outermost two may reach beyond the range.
+        let (head, tail) = (inside[0], inside[inside.len() - 1]);
+        if self.addr(tail) + self.size(tail) as u64 > end {
+            let size = (end - self.addr(tail)) as usize;
+            self.split(tail, size);
+        }
+        if self.addr(head) < base {
+            let size = (base - self.addr(head)) as usize;
+            let (_, rest) = self.split(head, size);
+            inside[0] = rest.expect("the block reaches into the range");
+        }
+        let left = self.blocks[inside[0] as usize].left;
+        let right = self.blocks[inside[inside.len() - 1] as usize].right;
+        for b in inside {
+            self.unlist(b);
+            self.drop_block(b);
+        }
+        self.regions.remove(&start);
+        if left != NIL {
+            self.blocks[left as usize].right = NIL;
+            self.regions.insert(start, ((base - start) as usize, first));
+        }
+        if right != NIL {
+            self.blocks[right as usize].left = NIL;
+            self.regions.insert(end, ((start + whole as u64 - end) as usize, right));
+        }
         Ok(())
     }
 
@@ -362,17 +401,22 @@ impl Space {
         self.regions.remove(&base);
     }
 
-    /// The latest stamp in a wholly free region; None while a block of it is live or cached.
-    pub fn region_idle_since(&self, base: u64) -> Option<u64> {
-        let &(size, _) = self.regions.get(&base)?;
-        let mut latest = 0;
-        for b in self.region_blocks(base, size) {
-            if !self.is_free(b) {
-                return None;
+    /// The free stretches of the region at `base`, by address: start, end and latest stamp of each run of free blocks,
+    /// whoever owns them.
+    pub fn free_runs(&self, base: u64) -> Vec<(u64, u64, u64)> {
+        let mut out: Vec<(u64, u64, u64)> = Vec::new();
+        let mut b = self.regions.get(&base).map_or(NIL, |r| r.1);
+        while b != NIL {
+            let Block { addr, size, stamp, state, right, .. } = self.blocks[b as usize];
+            if state == State::Free {
+                match out.last_mut() {
+                    Some((_, end, latest)) if *end == addr => (*end, *latest) = (addr + size as u64, stamp.max(*latest)),
+                    _ => out.push((addr, addr + size as u64, stamp)),
+                }
             }
-            latest = latest.max(self.stamp(b));
+            b = right;
         }
-        Some(latest)
+        out
     }
 
     /// Bytes of all regions.
@@ -382,7 +426,7 @@ impl Space {
 
     fn region_blocks(&self, base: u64, size: usize) -> Vec<BlockId> {
         let Some(&(whole, first)) = self.regions.get(&base) else { return Vec::new() };
-        assert_eq!(whole, size, "a region is removed as it was added");
+        assert_eq!(whole, size, "a region is forgotten as it stands");
         let mut out = Vec::new();
         let mut b = first;
         while b != NIL {
@@ -680,6 +724,35 @@ mod tests {
         s.forget_region(1 << 40, 1 << 40);
         assert!(s.owns_nothing(o));
         s.check().unwrap();
+    }
+
+    #[test]
+    fn ranges_can_be_taken_out_of_a_region() {
+        let base = 1 << 30;
+        for (skip, size) in [(0, 4096), (0, 16384), (4096, 4096), (12288, 4096), (512, 1024)] {
+            let mut s = Space::new();
+            let o = s.add_owner();
+            s.add_region(base, 16384, o);
+            s.remove_region(base + skip, size).unwrap();
+            s.check().unwrap();
+            assert_eq!((s.total(), s.free_bytes(o)), (16384 - size, 16384 - size));
+            assert!(s.remove_region(base + skip, size).is_err(), "it is gone");
+        }
+        let mut s = Space::new();
+        let (a, b) = (s.add_owner(), s.add_owner());
+        s.add_region(base, 16384, a);
+        let x = s.alloc(a, 4096).unwrap();
+        let y = s.alloc(a, 4096).unwrap();
+        let z = s.alloc(a, 4096).unwrap();
+        s.free(y, b, 5);
+        assert_eq!(s.free_runs(base), [(base + 4096, base + 8192, 5), (base + 12288, base + 16384, 0)]);
+        assert!(s.remove_region(base + 4096, 8192).is_err(), "z is live");
+        s.free(z, a, 6);
+        assert_eq!(s.free_runs(base), [(base + 4096, base + 16384, 6)]);
+        s.remove_region(base + 6144, 8192).unwrap();
+        s.check().unwrap();
+        assert_eq!((s.free_bytes(b), s.free_bytes(a)), (2048, 2048));
+        assert_eq!(s.lookup(base), Some(x));
     }
 
     #[test]
