@@ -9,7 +9,7 @@
 //! pool       bins over coalescing free space, streams, fences; the contract stands at the top of pool/mod.rs
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
-//! stats, log, config, error    leaves
+//! log, config, error    leaves
 //! ```
 //!
 //! # One cold allocation, step by step
@@ -36,6 +36,5 @@ mod log;
 mod pool;
 mod registry;
 mod source;
-mod stats;
 #[cfg(test)]
 mod testing;

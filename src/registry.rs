@@ -65,6 +65,11 @@ pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
     in_owning_pool(|pool| pool.free(p, s))
 }
 
+/// Frees `p` after all work submitted to its context so far, on every stream.
+pub fn free_everywhere(p: DevicePtr) -> Result<(), Error> {
+    in_owning_pool(|pool| pool.free_everywhere(p))
+}
+
 /// Marks `p` as used on `s` too, in whichever pool holds it.
 pub fn record_stream(p: DevicePtr, s: Stream) -> Result<(), Error> {
     in_owning_pool(|pool| pool.record_stream(p, s))

@@ -350,11 +350,7 @@ impl Pool {
         let key = self.stream_key(s)?;
         let mut inner = self.inner.lock();
         let stamp = self.fences.stamp();
-        let b = inner.space.lookup(p).ok_or(Error::UnknownPointer)?;
-        let size = inner.space.size(b);
-        let domain = inner.domains[inner.space.owner(b) as usize];
-        inner.stats.live -= size as u64;
-        inner.stats.frees += 1;
+        let (b, size, domain) = inner.freed(p)?;
         if inner.recorded.remove(&b).is_some_and(|users| users.iter().any(|&user| user != key)) {
             let parked = inner.parked[domain as usize];
             inner.space.free(b, parked, stamp);
@@ -372,6 +368,17 @@ impl Pool {
                 inner.space.free(b, owner, stamp);
             }
         }
+        Ok(())
+    }
+
+    /// A free that names no stream: anybody gets the memory only after all work submitted to the context so far.
+    pub fn free_everywhere(&self, p: DevicePtr) -> Result<(), Error> {
+        let mut inner = self.inner.lock();
+        let stamp = self.fences.stamp();
+        let (b, _, domain) = inner.freed(p)?;
+        inner.recorded.remove(&b);
+        let parked = inner.parked[domain as usize];
+        inner.space.free(b, parked, stamp);
         Ok(())
     }
 
@@ -528,6 +535,16 @@ impl Inner {
     fn take_free(&mut self, owners: [OwnerId; 2], want: Request) -> Option<DevicePtr> {
         let b = self.space.alloc(owners[want.domain as usize], want.size)?;
         Some(self.served(b))
+    }
+
+    /// The live block at `p` leaves the books of what is live.
+    fn freed(&mut self, p: DevicePtr) -> Result<(BlockId, usize, Domain), Error> {
+        let b = self.space.lookup(p).ok_or(Error::UnknownPointer)?;
+        let size = self.space.size(b);
+        let domain = self.domains[self.space.owner(b) as usize];
+        self.stats.live -= size as u64;
+        self.stats.frees += 1;
+        Ok((b, size, domain))
     }
 
     fn served(&mut self, b: BlockId) -> DevicePtr {

@@ -1,0 +1,180 @@
+//! Every setting, in one table: name, type, default, meaning. The README's table is checked against it by a test.
+//!
+//! Settings come from the environment, once, at first use. A bad value warns once and keeps the default; a process that runs
+//! with raised privileges (setuid) reads none.
+
+use log::LevelFilter;
+use once_cell::sync::Lazy;
+
+/// One line of the table.
+pub struct Setting {
+    pub name: &'static str,
+    pub kind: &'static str,
+    pub default: &'static str,
+    pub meaning: &'static str,
+}
+
+const fn opt(name: &'static str, kind: &'static str, default: &'static str, meaning: &'static str) -> Setting {
+    Setting { name, kind, default, meaning }
+}
+
+/// Sizes take a suffix: `512`, `64k`, `1m`, `12g` (powers of 1024).
+#[rustfmt::skip]
+pub const SETTINGS: &[Setting] = &[
+    opt("GPUPOOL_BIN_GROWTH", "integer, 2 to 64", "2", "factor between the powers of the bins"),
+    opt("GPUPOOL_BIN_STEPS", "integer, 1 to 64", "8", "bins from one power to the next; 1 is CUB's own behaviour"),
+    opt("GPUPOOL_BIN_MIN", "size", "512", "the smallest bin"),
+    opt("GPUPOOL_BIN_MAX", "size", "1m", "larger requests are not binned: they keep their size to 512 bytes"),
+    opt("GPUPOOL_MAX_CACHED", "size", "a quarter of the live peak, 16m at least", "how much the bins of one context may keep"),
+    opt("GPUPOOL_INIT_PERCENT", "number, over 0 to 99", "10", "what `cnmemInit` takes of the device for size 0"),
+    opt("GPUPOOL_INIT_SHRINK", "number, over 0 under 1", "off", "`cnmemInit` retries a size that cannot be had, each time this much of it"),
+    opt("GPUPOOL_BACKING", "`vmm` or `malloc`", "vmm", "memory in pages, or whole `cuMemAlloc` blocks; without VMM it is always the latter"),
+    opt("GPUPOOL_LOG", "`off`, `error`, `warn`, `info`, `debug` or `trace`", "off", "messages on standard error"),
+];
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Backing {
+    Vmm,
+    Malloc,
+}
+
+/// The settings, parsed. Sizes in bytes.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub bin_growth: u32,
+    pub bin_steps: u32,
+    pub bin_min: usize,
+    pub bin_max: usize,
+    pub max_cached: Option<usize>,
+    pub init_percent: f64,
+    pub init_shrink: Option<f64>,
+    pub backing: Backing,
+    pub log: LevelFilter,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            bin_growth: 2,
+            bin_steps: 8,
+            bin_min: 512,
+            bin_max: 1 << 20,
+            max_cached: None,
+            init_percent: 10.0,
+            init_shrink: None,
+            backing: Backing::Vmm,
+            log: LevelFilter::Off,
+        }
+    }
+}
+
+/// The settings of this process.
+pub fn get() -> &'static Config {
+    static CONFIG: Lazy<Config> = Lazy::new(|| {
+        // SAFETY: getauxval reads a number that the kernel left; AT_SECURE is 0 or 1.
+        let secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
+        let (config, warnings) = parse(|name| if secure { None } else { std::env::var(name).ok() });
+        warnings.iter().for_each(|w| crate::log::warn_always(w));
+        crate::log::init(config.log);
+        config
+    });
+    &CONFIG
+}
+
+/// Parses the settings that `var` has; the second part says what was wrong with the others.
+fn parse(var: impl Fn(&str) -> Option<String>) -> (Config, Vec<String>) {
+    let mut config = Config::default();
+    let mut warnings = Vec::new();
+    for setting in SETTINGS {
+        let Some(text) = var(setting.name).filter(|t| !t.is_empty()) else { continue };
+        if set(&mut config, setting.name, text.trim()).is_none() {
+            let Setting { name, kind, default, .. } = setting;
+            warnings.push(format!("{name}={text} is not taken ({kind}); the default stays: {default}"));
+        }
+    }
+    if config.bin_min > config.bin_max {
+        warnings.push("GPUPOOL_BIN_MIN is larger than GPUPOOL_BIN_MAX; no size is binned".into());
+    }
+    (config, warnings)
+}
+
+fn set(c: &mut Config, name: &str, text: &str) -> Option<()> {
+    let within = |lo: u32, hi: u32| text.parse::<u32>().ok().filter(|v| (lo..=hi).contains(v));
+    let number = || text.parse::<f64>().ok().filter(|v| v.is_finite());
+    match name {
+        "GPUPOOL_BIN_GROWTH" => c.bin_growth = within(2, 64)?,
+        "GPUPOOL_BIN_STEPS" => c.bin_steps = within(1, 64)?,
+        "GPUPOOL_BIN_MIN" => c.bin_min = size(text).filter(|&s| s > 0)?,
+        "GPUPOOL_BIN_MAX" => c.bin_max = size(text).filter(|&s| s <= 1 << 40)?,
+        "GPUPOOL_MAX_CACHED" => c.max_cached = Some(size(text)?),
+        "GPUPOOL_INIT_PERCENT" => c.init_percent = number().filter(|&v| v > 0.0 && v <= 99.0)?,
+        "GPUPOOL_INIT_SHRINK" if text.eq_ignore_ascii_case("off") => c.init_shrink = None,
+        "GPUPOOL_INIT_SHRINK" => c.init_shrink = Some(number().filter(|&v| v > 0.0 && v < 1.0)?),
+        "GPUPOOL_BACKING" => {
+            c.backing = match text {
+                "vmm" => Backing::Vmm,
+                "malloc" => Backing::Malloc,
+                _ => return None,
+            }
+        }
+        "GPUPOOL_LOG" => c.log = text.parse().ok()?,
+        _ => unreachable!("a setting without a parser: {name}"),
+    }
+    Some(())
+}
+
+/// `12g`, `64K`, `512`: bytes.
+fn size(text: &str) -> Option<usize> {
+    let text = text.to_ascii_lowercase();
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return None,
+    };
+    digits.parse::<usize>().ok()?.checked_mul(1 << shift)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(pairs: &[(&str, &str)]) -> (Config, Vec<String>) {
+        parse(|name| pairs.iter().find(|p| p.0 == name).map(|p| p.1.to_string()))
+    }
+
+    #[test]
+    fn good_values_are_taken() {
+        let (c, w) = with(&[
+            ("GPUPOOL_BIN_GROWTH", "8"),
+            ("GPUPOOL_BIN_STEPS", "1"),
+            ("GPUPOOL_BIN_MIN", "4k"),
+            ("GPUPOOL_BIN_MAX", "2MiB"),
+            ("GPUPOOL_MAX_CACHED", "12g"),
+            ("GPUPOOL_INIT_PERCENT", "95"),
+            ("GPUPOOL_INIT_SHRINK", "0.75"),
+            ("GPUPOOL_BACKING", "malloc"),
+            ("GPUPOOL_LOG", "debug"),
+        ]);
+        assert!(w.is_empty(), "{w:?}");
+        assert_eq!((c.bin_growth, c.bin_steps, c.bin_min, c.bin_max), (8, 1, 4096, 2 << 20));
+        assert_eq!((c.max_cached, c.init_percent, c.init_shrink), (Some(12 << 30), 95.0, Some(0.75)));
+        assert_eq!((c.backing, c.log), (Backing::Malloc, LevelFilter::Debug));
+    }
+
+    #[test]
+    fn bad_values_warn_once_each_and_keep_the_default() {
+        for s in SETTINGS {
+            for bad in ["nonsense", "-1", "1e99x", "99999999999999999999g"] {
+                let (c, w) = with(&[(s.name, bad)]);
+                assert_eq!(w.len(), 1, "{}={bad}", s.name);
+                assert!(w[0].contains(s.name) && w[0].contains(bad));
+                assert_eq!(format!("{c:?}"), format!("{:?}", Config::default()));
+            }
+        }
+        assert!(with(&[("GPUPOOL_BIN_GROWTH", "")]).1.is_empty(), "an empty value is no value");
+    }
+}

@@ -1,0 +1,65 @@
+//! Free address ranges within a reservation: lowest address first, so that addresses stay dense.
+
+use std::collections::BTreeMap;
+
+pub struct Ranges {
+    /// Start -> bytes of every free range; neighbours are always merged.
+    free: BTreeMap<u64, usize>,
+}
+
+impl Ranges {
+    pub fn new(base: u64, size: usize) -> Ranges {
+        Ranges { free: BTreeMap::from([(base, size)]) }
+    }
+
+    pub fn take(&mut self, size: usize) -> Option<u64> {
+        let (&base, &whole) = self.free.iter().find(|&(_, &n)| n >= size)?;
+        self.free.remove(&base);
+        if whole > size {
+            self.free.insert(base + size as u64, whole - size);
+        }
+        Some(base)
+    }
+
+    pub fn give(&mut self, mut base: u64, mut size: usize) {
+        if let Some((&before, &n)) = self.free.range(..base).next_back()
+            && before + n as u64 == base
+        {
+            self.free.remove(&before);
+            (base, size) = (before, size + n);
+        }
+        if let Some(n) = self.free.remove(&(base + size as u64)) {
+            size += n;
+        }
+        self.free.insert(base, size);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Rng;
+
+    #[test]
+    fn ranges_never_overlap_and_merge_again() {
+        let mut ranges = Ranges::new(1 << 40, 1 << 30);
+        let mut taken: Vec<(u64, usize)> = Vec::new();
+        let mut rng = Rng::new(3);
+        for _ in 0..20_000 {
+            if taken.len() < 50 && rng.below(2) == 0 {
+                let size = (1 + rng.below(16) as usize) << 21;
+                if let Some(base) = ranges.take(size) {
+                    assert!(taken.iter().all(|&(b, n)| base + size as u64 <= b || b + n as u64 <= base), "overlap");
+                    taken.push((base, size));
+                }
+            } else if !taken.is_empty() {
+                let (base, size) = taken.swap_remove(rng.below(taken.len() as u64) as usize);
+                ranges.give(base, size);
+            }
+            let free: usize = ranges.free.values().sum();
+            assert_eq!(free + taken.iter().map(|t| t.1).sum::<usize>(), 1 << 30);
+        }
+        taken.into_iter().for_each(|(b, n)| ranges.give(b, n));
+        assert_eq!(ranges.free, BTreeMap::from([(1 << 40, 1 << 30)]));
+    }
+}
