@@ -6,6 +6,7 @@
 //! ```text
 //! ffi        doors: what programs call. Check arguments, find the pool, translate errors
 //! registry   context -> Pool
+//! managers   CNMeM's tree of managers, behind the cnmem door
 //! pool       bins over coalescing free space, streams, fences; the contract stands at the top of pool/mod.rs
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
@@ -33,6 +34,7 @@ mod driver;
 mod error;
 mod ffi;
 mod log;
+mod managers;
 mod pool;
 mod registry;
 mod source;

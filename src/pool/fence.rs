@@ -195,6 +195,21 @@ impl Fences {
         events.spare.clear();
     }
 
+    /// Destroys the events; nothing may be stamped or waited for afterwards. The context must be alive.
+    pub fn destroy_events(&self) {
+        let events = {
+            let mut events = self.pending.lock();
+            events.dead = true;
+            let pending = std::mem::take(&mut events.pending).into_iter().map(|(_, event)| event);
+            pending.chain(std::mem::take(&mut events.spare)).collect::<Vec<_>>()
+        };
+        for event in events {
+            if let Err(e) = self.driver.event_destroy(event) {
+                log::debug!("an event could not be destroyed: {e:?}");
+            }
+        }
+    }
+
     fn synchronize(&self) -> CuResult<()> {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
         let closed = self.epoch.fetch_add(1, Ordering::AcqRel);
@@ -223,16 +238,3 @@ impl Fences {
     }
 }
 
-impl Drop for Fences {
-    fn drop(&mut self) {
-        // Nothing is to be done once the process began to exit, or with a dead context: `driver()` says so.
-        let Ok(driver) = crate::driver::driver() else { return };
-        let mut events = self.pending.lock();
-        for (_, event) in events.pending.drain(..) {
-            let _ = driver.event_destroy(event);
-        }
-        for event in events.spare.drain(..) {
-            let _ = driver.event_destroy(event);
-        }
-    }
-}

@@ -214,6 +214,17 @@ impl Space {
         self.merge_and_list(b)
     }
 
+    /// This very free block, whole, becomes a live block of `o`. Returns its address.
+    pub fn take(&mut self, b: BlockId, o: OwnerId, stamp: u64) -> u64 {
+        self.unlist(b);
+        let block = &mut self.blocks[b as usize];
+        (block.owner, block.state, block.stamp) = (o, State::Live, stamp);
+        let (addr, size) = (block.addr, block.size);
+        self.owners[o as usize].live += size;
+        self.starts.insert(addr, b);
+        addr
+    }
+
     // ---- blocks kept whole by a bin or a magazine ----
 
     /// A live block is kept whole for `o`: no longer live, not yet free space.
