@@ -458,3 +458,6 @@ impl Books {
         Some(self.space.take(b, self.managers[m].ready, 0))
     }
 }
+
+#[cfg(test)]
+mod tests;
