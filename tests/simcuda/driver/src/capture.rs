@@ -75,7 +75,11 @@ fn refuse<'a>(captures: impl Iterator<Item = &'a Arc<Capture>>) -> Answer {
         capture.invalidate();
         any = true;
     }
-    if any { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
+    if any {
+        Err(STREAM_CAPTURE_UNSUPPORTED)
+    } else {
+        Ok(())
+    }
 }
 
 /// For calls that may wait or touch the legacy stream inside ("potentially unsafe"): refused by this thread's own captures
@@ -86,14 +90,19 @@ pub fn refuse_unsafe(st: &State) -> Answer {
         Mode::Relaxed => false,
         Mode::ThreadLocal => capture.thread == thread() && capture.mode != Mode::Relaxed,
         Mode::Global => {
-            capture.mode == Mode::Global || (capture.thread == thread() && capture.mode != Mode::Relaxed)
+            capture.mode == Mode::Global
+                || (capture.thread == thread() && capture.mode != Mode::Relaxed)
         }
     }))
 }
 
 /// For calls that concern all streams of a context: refused in every mode.
 pub fn refuse_in_context(st: &State, context: usize) -> Answer {
-    refuse(st.captures.iter().filter(|capture| capture.context == context))
+    refuse(
+        st.captures
+            .iter()
+            .filter(|capture| capture.context == context),
+    )
 }
 
 /// For calls that wait for a stream.
@@ -108,20 +117,35 @@ fn refuse_implicit(st: &State, stream: &Stream, invalidate: bool) -> Answer {
         return Ok(());
     }
     let mut found = false;
-    for capture in st.captures.iter().filter(|capture| capture.context == stream.context) {
-        if capture.members.lock().iter().any(|member| member.is_blocking()) {
+    for capture in st
+        .captures
+        .iter()
+        .filter(|capture| capture.context == stream.context)
+    {
+        if capture
+            .members
+            .lock()
+            .iter()
+            .any(|member| member.is_blocking())
+        {
             found = true;
             if invalidate {
                 capture.invalidate();
             }
         }
     }
-    if found { Err(STREAM_CAPTURE_IMPLICIT) } else { Ok(()) }
+    if found {
+        Err(STREAM_CAPTURE_IMPLICIT)
+    } else {
+        Ok(())
+    }
 }
 
 /// An event last recorded in a capture has no state to ask for: 907.
 pub fn refuse_captured(st: &mut State, event: usize) -> Answer {
-    let Some(id) = st.event(event)?.capture else { return Ok(()) };
+    let Some(id) = st.event(event)?.capture else {
+        return Ok(());
+    };
     match st.captures.iter().find(|capture| capture.id == id) {
         Some(capture) => {
             capture.invalidate();
@@ -134,7 +158,9 @@ pub fn refuse_captured(st: &mut State, event: usize) -> Answer {
 /// Takes work into the capture that the stream takes part in. False when there is none, and the work is to run.
 pub fn take(st: &State, stream: &Arc<Stream>, op: &Op) -> CuResult<bool> {
     refuse_implicit(st, stream, true)?;
-    let Some(capture) = of(stream) else { return Ok(false) };
+    let Some(capture) = of(stream) else {
+        return Ok(false);
+    };
     if capture.is_invalid() {
         return Err(STREAM_CAPTURE_INVALIDATED);
     }
@@ -145,7 +171,11 @@ pub fn take(st: &State, stream: &Arc<Stream>, op: &Op) -> CuResult<bool> {
 }
 
 /// A free on a capturing stream: the memory goes over to the graph. Gives it back when there is no capture.
-pub fn take_free(st: &State, stream: &Arc<Stream>, freed: Arc<Freed>) -> CuResult<Option<Arc<Freed>>> {
+pub fn take_free(
+    st: &State,
+    stream: &Arc<Stream>,
+    freed: Arc<Freed>,
+) -> CuResult<Option<Arc<Freed>>> {
     refuse_implicit(st, stream, true)?;
     match of(stream) {
         None => Ok(Some(freed)),
@@ -170,7 +200,12 @@ pub fn join(st: &mut State, stream: &Arc<Stream>, event: usize) -> CuResult<bool
             }
         };
     };
-    let theirs = st.captures.iter().find(|capture| capture.id == id).cloned().ok_or(CAPTURED_EVENT)?;
+    let theirs = st
+        .captures
+        .iter()
+        .find(|capture| capture.id == id)
+        .cloned()
+        .ok_or(CAPTURED_EVENT)?;
     match mine {
         Some(capture) if capture.id == id => Ok(true),
         Some(capture) => {

@@ -51,26 +51,44 @@ impl Context {
     }
 
     fn streams(&self) -> impl Iterator<Item = &Arc<Stream>> {
-        std::iter::once(&self.legacy).chain(self.per_thread.values()).chain(&self.created)
+        std::iter::once(&self.legacy)
+            .chain(self.per_thread.values())
+            .chain(&self.created)
     }
 
     /// Unfinished work of every stream, destroyed ones too.
     pub fn pending(&self) -> Vec<Dep> {
         let orphans = self.orphans.iter().filter(|dep| !dep.is_done()).cloned();
-        self.streams().filter_map(Stream::pending).chain(orphans).collect()
+        self.streams()
+            .filter_map(Stream::pending)
+            .chain(orphans)
+            .collect()
     }
 
     /// Gives work to a stream of this context: after what it is told, after the context's barrier, and by the legacy
     /// stream's rules after what the other blocking streams hold.
     pub fn submit(&mut self, stream: &Arc<Stream>, op: Op, mut after: Vec<Dep>) -> Dep {
-        if stream.barrier_seen.swap(self.barrier_number, Ordering::Relaxed) < self.barrier_number {
+        if stream
+            .barrier_seen
+            .swap(self.barrier_number, Ordering::Relaxed)
+            < self.barrier_number
+        {
             self.barrier.retain(|dep| !dep.is_done());
             after.extend(self.barrier.iter().cloned());
         }
         if stream.kind == Kind::Legacy {
             self.orphans.retain(|dep| !dep.is_done());
-            after.extend(self.streams().filter(|s| s.is_blocking() && s.kind != Kind::Legacy).filter_map(Stream::pending));
-            after.extend(self.orphans.iter().filter(|dep| dep.stream.is_blocking()).cloned());
+            after.extend(
+                self.streams()
+                    .filter(|s| s.is_blocking() && s.kind != Kind::Legacy)
+                    .filter_map(Stream::pending),
+            );
+            after.extend(
+                self.orphans
+                    .iter()
+                    .filter(|dep| dep.stream.is_blocking())
+                    .cloned(),
+            );
         } else if stream.is_blocking() {
             after.extend(self.legacy.pending());
         }
@@ -131,7 +149,11 @@ impl State {
     /// A context that is alive; 709 when it is no more, 201 when it never was.
     pub fn context(&mut self, handle: usize) -> CuResult<&mut Context> {
         let known = self.contexts.knows(handle);
-        self.contexts.get_mut(handle).ok_or(if known { CONTEXT_IS_DESTROYED } else { INVALID_CONTEXT })
+        self.contexts.get_mut(handle).ok_or(if known {
+            CONTEXT_IS_DESTROYED
+        } else {
+            INVALID_CONTEXT
+        })
     }
 
     pub fn current(&mut self) -> CuResult<&mut Context> {
@@ -369,7 +391,9 @@ fn create(context: *mut usize, flags: u32, device: c_int) -> Answer {
     }
     let mut st = state();
     let id = st.context_id();
-    let handle = st.contexts.insert(Context::new(0, id, device, flags, false));
+    let handle = st
+        .contexts
+        .insert(Context::new(0, id, device, flags, false));
     // The streams carry the handle, which is known only now.
     *st.context(handle)? = Context::new(handle, id, device, flags, false);
     drop(st);
@@ -405,7 +429,8 @@ fn retain_primary(st: &mut State, device: c_int) -> usize {
     } else {
         handle
     };
-    st.contexts.revive(handle, Context::new(handle, id, device, flags, true));
+    st.contexts
+        .revive(handle, Context::new(handle, id, device, flags, true));
     st.device(device).primary.handle = handle;
     handle
 }
@@ -464,7 +489,9 @@ fn synchronize(context: usize) -> Answer {
 /// VMM handles, mappings and reservations belong to the process and its devices, not to a context: they stay.
 fn tear_down(handle: usize) {
     let mut st = state();
-    let Some(cx) = st.contexts.remove(handle) else { return };
+    let Some(cx) = st.contexts.remove(handle) else {
+        return;
+    };
     capture::abandon_context(&mut st, handle);
     drop(st);
     engine::wait_all(&cx.pending());

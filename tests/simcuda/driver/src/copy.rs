@@ -108,7 +108,10 @@ fn check_range(st: &State, start: u64, bytes: usize) -> Answer {
 }
 
 fn is_device(st: &State, address: u64) -> bool {
-    st.allocation(address).map_or_else(|| st.vmm.mapping(address).is_some(), |found| !found.is_host())
+    st.allocation(address).map_or_else(
+        || st.vmm.mapping(address).is_some(),
+        |found| !found.is_host(),
+    )
 }
 
 fn is_pageable(st: &State, address: u64) -> bool {
@@ -148,5 +151,14 @@ fn set(dst: u64, value: u32, width: usize, count: usize, stream: usize, null: Nu
         return Err(INVALID_VALUE);
     }
     check_range(&st, dst, bytes)?;
-    st.submit(&stream, Op::Set { dst, value, width, count }).map(|_| ())
+    st.submit(
+        &stream,
+        Op::Set {
+            dst,
+            value,
+            width,
+            count,
+        },
+    )
+    .map(|_| ())
 }

@@ -18,7 +18,7 @@ driver_fns! {
         if config::get().devices == 0 {
             return Err(NO_DEVICE);
         }
-        state();
+        drop(state());
         call::initialize();
         Ok(())
     }
@@ -118,7 +118,11 @@ driver_fns! {
 
 /// Whether `ordinal` is a device.
 pub fn check(ordinal: c_int) -> Answer {
-    if (0..config::get().devices).contains(&ordinal) { Ok(()) } else { Err(INVALID_DEVICE) }
+    if (0..config::get().devices).contains(&ordinal) {
+        Ok(())
+    } else {
+        Err(INVALID_DEVICE)
+    }
 }
 
 fn bus_id(device: c_int) -> String {
@@ -153,60 +157,60 @@ fn write_text(to: *mut c_char, len: c_int, text: &str) -> Answer {
 fn attribute_value(attribute: c_int, device: c_int) -> Option<c_int> {
     let vmm = config::get().vmm as c_int;
     Some(match attribute {
-        1 => 1024,                 // MAX_THREADS_PER_BLOCK
-        2 | 3 => 1024,             // MAX_BLOCK_DIM_X, _Y
-        4 => 64,                   // MAX_BLOCK_DIM_Z
-        5 => i32::MAX,             // MAX_GRID_DIM_X
-        6 | 7 => 65535,            // MAX_GRID_DIM_Y, _Z
-        8 => 49152,                // MAX_SHARED_MEMORY_PER_BLOCK
-        9 => 65536,                // TOTAL_CONSTANT_MEMORY
-        10 => 32,                  // WARP_SIZE
-        11 => i32::MAX,            // MAX_PITCH
-        12 => 65536,               // MAX_REGISTERS_PER_BLOCK
-        13 => 1_980_000,           // CLOCK_RATE, kHz
-        14 => 512,                 // TEXTURE_ALIGNMENT
-        15 => 1,                   // GPU_OVERLAP
-        16 => 132,                 // MULTIPROCESSOR_COUNT
-        19 => 1,                   // CAN_MAP_HOST_MEMORY
-        21 | 69 => 131_072,        // MAXIMUM_TEXTURE1D_WIDTH, _LINEAR_WIDTH
-        30 => 512,                 // SURFACE_ALIGNMENT
-        31 => 1,                   // CONCURRENT_KERNELS
-        32 => 1,                   // ECC_ENABLED
-        33 => device + 1,          // PCI_BUS_ID
-        36 => 3_201_000,           // MEMORY_CLOCK_RATE, kHz
-        37 => 6144,                // GLOBAL_MEMORY_BUS_WIDTH
-        38 => 62_914_560,          // L2_CACHE_SIZE
-        39 => 2048,                // MAX_THREADS_PER_MULTIPROCESSOR
-        40 => 3,                   // ASYNC_ENGINE_COUNT
-        41 => 1,                   // UNIFIED_ADDRESSING
-        51 => 32,                  // TEXTURE_PITCH_ALIGNMENT
-        75 => 9,                   // COMPUTE_CAPABILITY_MAJOR
-        76 => 0,                   // COMPUTE_CAPABILITY_MINOR
-        78 => 1,                   // STREAM_PRIORITIES_SUPPORTED
-        79 | 80 => 1,              // GLOBAL_L1_CACHE_SUPPORTED, LOCAL_
-        81 => 233_472,             // MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
-        82 => 65536,               // MAX_REGISTERS_PER_MULTIPROCESSOR
-        83 => 1,                   // MANAGED_MEMORY
-        85 => device,              // MULTI_GPU_BOARD_GROUP_ID
-        87 => 2,                   // SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO
-        88 => 1,                   // PAGEABLE_MEMORY_ACCESS
-        89..=91 => 1,              // CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, HOST_POINTER_FOR_REGISTERED_MEM
-        92..=94 => 1,              // CAN_USE_STREAM_MEM_OPS_V1, 64_BIT, WAIT_VALUE_NOR
-        95 => 1,                   // COOPERATIVE_LAUNCH
-        97 => 232_448,             // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        99 => 1,                   // HOST_REGISTER_SUPPORTED
-        102 | 103 => vmm,          // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-        106 => 32,                 // MAX_BLOCKS_PER_MULTIPROCESSOR
-        110 => vmm,                // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        111 => 1024,               // RESERVED_SHARED_MEMORY_PER_BLOCK
-        113 => 1,                  // READ_ONLY_HOST_REGISTER_SUPPORTED
-        115 | 116 => 1,            // MEMORY_POOLS_SUPPORTED, GPU_DIRECT_RDMA_SUPPORTED
-        117 => 1,                  // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
-        118 => 100,                // GPU_DIRECT_RDMA_WRITES_ORDERING
-        119 => 0,                  // MEMPOOL_SUPPORTED_HANDLE_TYPES
-        122 | 123 => 1,            // CAN_USE_64_BIT_STREAM_MEM_OPS, WAIT_VALUE_NOR
-        134 => 0,                  // HOST_NUMA_ID
-        141 => vmm,                // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        1 => 1024,          // MAX_THREADS_PER_BLOCK
+        2 | 3 => 1024,      // MAX_BLOCK_DIM_X, _Y
+        4 => 64,            // MAX_BLOCK_DIM_Z
+        5 => i32::MAX,      // MAX_GRID_DIM_X
+        6 | 7 => 65535,     // MAX_GRID_DIM_Y, _Z
+        8 => 49152,         // MAX_SHARED_MEMORY_PER_BLOCK
+        9 => 65536,         // TOTAL_CONSTANT_MEMORY
+        10 => 32,           // WARP_SIZE
+        11 => i32::MAX,     // MAX_PITCH
+        12 => 65536,        // MAX_REGISTERS_PER_BLOCK
+        13 => 1_980_000,    // CLOCK_RATE, kHz
+        14 => 512,          // TEXTURE_ALIGNMENT
+        15 => 1,            // GPU_OVERLAP
+        16 => 132,          // MULTIPROCESSOR_COUNT
+        19 => 1,            // CAN_MAP_HOST_MEMORY
+        21 | 69 => 131_072, // MAXIMUM_TEXTURE1D_WIDTH, _LINEAR_WIDTH
+        30 => 512,          // SURFACE_ALIGNMENT
+        31 => 1,            // CONCURRENT_KERNELS
+        32 => 1,            // ECC_ENABLED
+        33 => device + 1,   // PCI_BUS_ID
+        36 => 3_201_000,    // MEMORY_CLOCK_RATE, kHz
+        37 => 6144,         // GLOBAL_MEMORY_BUS_WIDTH
+        38 => 62_914_560,   // L2_CACHE_SIZE
+        39 => 2048,         // MAX_THREADS_PER_MULTIPROCESSOR
+        40 => 3,            // ASYNC_ENGINE_COUNT
+        41 => 1,            // UNIFIED_ADDRESSING
+        51 => 32,           // TEXTURE_PITCH_ALIGNMENT
+        75 => 9,            // COMPUTE_CAPABILITY_MAJOR
+        76 => 0,            // COMPUTE_CAPABILITY_MINOR
+        78 => 1,            // STREAM_PRIORITIES_SUPPORTED
+        79 | 80 => 1,       // GLOBAL_L1_CACHE_SUPPORTED, LOCAL_
+        81 => 233_472,      // MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+        82 => 65536,        // MAX_REGISTERS_PER_MULTIPROCESSOR
+        83 => 1,            // MANAGED_MEMORY
+        85 => device,       // MULTI_GPU_BOARD_GROUP_ID
+        87 => 2,            // SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO
+        88 => 1,            // PAGEABLE_MEMORY_ACCESS
+        89..=91 => 1, // CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, HOST_POINTER_FOR_REGISTERED_MEM
+        92..=94 => 1, // CAN_USE_STREAM_MEM_OPS_V1, 64_BIT, WAIT_VALUE_NOR
+        95 => 1,      // COOPERATIVE_LAUNCH
+        97 => 232_448, // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        99 => 1,      // HOST_REGISTER_SUPPORTED
+        102 | 103 => vmm, // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        106 => 32,        // MAX_BLOCKS_PER_MULTIPROCESSOR
+        110 => vmm,       // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        111 => 1024,      // RESERVED_SHARED_MEMORY_PER_BLOCK
+        113 => 1,         // READ_ONLY_HOST_REGISTER_SUPPORTED
+        115 | 116 => 1,   // MEMORY_POOLS_SUPPORTED, GPU_DIRECT_RDMA_SUPPORTED
+        117 => 1,         // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+        118 => 100,       // GPU_DIRECT_RDMA_WRITES_ORDERING
+        119 => 0,         // MEMPOOL_SUPPORTED_HANDLE_TYPES
+        122 | 123 => 1,   // CAN_USE_64_BIT_STREAM_MEM_OPS, WAIT_VALUE_NOR
+        134 => 0,         // HOST_NUMA_ID
+        141 => vmm,       // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         1..=148 => 0,
         _ => return None,
     })

@@ -59,7 +59,10 @@ impl Allocation {
 
     /// Whether `cuMemFree` and `cuMemFreeAsync` take it.
     fn is_freeable(&self) -> bool {
-        matches!(self.kind, Kind::Device | Kind::Pooled(_) | Kind::Managed { .. })
+        matches!(
+            self.kind,
+            Kind::Device | Kind::Pooled(_) | Kind::Managed { .. }
+        )
     }
 
     fn counted(&self) -> u64 {
@@ -81,7 +84,11 @@ pub struct Freed {
 
 impl Freed {
     pub fn new(allocation: Allocation, queued: bool) -> Freed {
-        Freed { allocation, released: AtomicBool::new(false), queued }
+        Freed {
+            allocation,
+            released: AtomicBool::new(false),
+            queued,
+        }
     }
 
     /// Unmaps it and gives its memory back; once only. The state's lock must not be held.
@@ -103,7 +110,10 @@ impl Freed {
             device.used -= allocation.counted();
             device.frees_pending -= self.queued as usize;
         } else if let Kind::Pinned { .. } = allocation.kind {
-            backing::unreserve(allocation.base, (allocation.size as u64).next_multiple_of(PAGE));
+            backing::unreserve(
+                allocation.base,
+                (allocation.size as u64).next_multiple_of(PAGE),
+            );
         }
         if let Kind::Pooled(pool) = allocation.kind
             && let Some(pool) = st.pools.get_mut(pool)
@@ -115,7 +125,14 @@ impl Freed {
 
 impl State {
     /// Maps an extent at the lowest free addresses and keeps the books.
-    pub fn place(&mut self, extent: Extent, size: usize, device: i32, context: usize, kind: Kind) -> CuResult<u64> {
+    pub fn place(
+        &mut self,
+        extent: Extent,
+        size: usize,
+        device: i32,
+        context: usize,
+        kind: Kind,
+    ) -> CuResult<u64> {
         let align = if extent.bytes >= LARGE { LARGE } else { PAGE };
         let base = self.arena.take(extent.bytes, align).ok_or(OUT_OF_MEMORY)?;
         if !extent.map_at(base, libc::PROT_READ | libc::PROT_WRITE) {
@@ -124,14 +141,28 @@ impl State {
         }
         let buffer_id = self.buffer_id();
         let extent = Some(extent);
-        self.allocations.insert(base, Allocation { base, size, device, context, kind, extent, buffer_id, sync_memops: false });
+        self.allocations.insert(
+            base,
+            Allocation {
+                base,
+                size,
+                device,
+                context,
+                kind,
+                extent,
+                buffer_id,
+                sync_memops: false,
+            },
+        );
         Ok(base)
     }
 
     /// Device memory for the current context's device.
     pub fn allocate(&mut self, size: usize, device: i32, kind: Kind) -> CuResult<u64> {
         let context = current()?;
-        let bytes = (size as u64).checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
+        let bytes = (size as u64)
+            .checked_next_multiple_of(PAGE)
+            .ok_or(OUT_OF_MEMORY)?;
         let extent = match kind {
             Kind::Managed { .. } if bytes > 1 << 40 => return Err(OUT_OF_MEMORY),
             Kind::Managed { .. } => self.device(device).unaccounted(bytes, PAGE),
@@ -147,7 +178,9 @@ impl State {
     /// Takes an allocation out of the books by its exact base; 1 when there is none that may be freed.
     pub fn detach(&mut self, base: u64) -> CuResult<Allocation> {
         match self.allocations.get(&base) {
-            Some(found) if found.is_freeable() => Ok(self.allocations.remove(&base).expect("just found")),
+            Some(found) if found.is_freeable() => {
+                Ok(self.allocations.remove(&base).expect("just found"))
+            }
             _ => Err(INVALID_VALUE),
         }
     }
@@ -155,7 +188,12 @@ impl State {
 
 /// All memory of a context that is no more. Its work is complete.
 pub fn release_context(st: &mut State, context: usize) {
-    let bases: Vec<u64> = st.allocations.values().filter(|a| a.context == context).map(|a| a.base).collect();
+    let bases: Vec<u64> = st
+        .allocations
+        .values()
+        .filter(|a| a.context == context)
+        .map(|a| a.base)
+        .collect();
     for base in bases {
         let allocation = st.allocations.remove(&base).expect("just listed");
         if let Kind::Imported { owner, .. } = allocation.kind {
@@ -263,7 +301,11 @@ fn allocate(ptr: *mut u64, bytes: usize, kind: Kind) -> Answer {
 fn check_managed(st: &State, ptr: u64, bytes: usize) -> Answer {
     let found = st.allocation(ptr).ok_or(INVALID_VALUE)?;
     let fits = bytes > 0 && bytes as u64 <= found.base + found.size as u64 - ptr;
-    if fits && matches!(found.kind, Kind::Managed { .. }) { Ok(()) } else { Err(INVALID_VALUE) }
+    if fits && matches!(found.kind, Kind::Managed { .. }) {
+        Ok(())
+    } else {
+        Err(INVALID_VALUE)
+    }
 }
 
 /// Prefetching makes memory resident on its allocation's own device, as far as there is room. Which bytes is not kept, only
