@@ -211,7 +211,7 @@ fn attribute_value(attribute: c_int, device: c_int) -> Option<c_int> {
         122 | 123 => 1,   // CAN_USE_64_BIT_STREAM_MEM_OPS, WAIT_VALUE_NOR
         134 => 0,         // HOST_NUMA_ID
         141 => vmm,       // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        1..=148 => 0,
+        _ if (1..=148).contains(&attribute) => 0,
         _ => return None,
     })
 }

@@ -23,10 +23,9 @@ struct Content {
     magic: [u8; 8],
     process: i32,
     fd: i32,
-    base: u64,
     offset: u64,
     size: u64,
-    reserved: [u64; 3],
+    reserved: [u64; 4],
 }
 
 driver_fns! {
@@ -40,10 +39,9 @@ driver_fns! {
             magic: MAGIC,
             process: std::process::id() as i32,
             fd: extent.file.fd(),
-            base: found.base,
             offset: extent.offset,
             size: found.size as u64,
-            reserved: [0; 3],
+            reserved: [0; 4],
         })
     }
 
@@ -94,7 +92,8 @@ fn open(ptr: *mut u64, handle: &IpcMemHandle, flags: u32) -> Answer {
     if content.process == std::process::id() as i32 {
         return Err(INVALID_CONTEXT);
     }
-    let owner = (content.process, content.base);
+    // Offsets are never used twice, so that they tell blocks apart that had one address after another.
+    let owner = (content.process, content.offset);
     if let Some(&here) = st.imports.get(&owner) {
         if let Some(Kind::Imported { references, .. }) =
             st.allocations.get_mut(&here).map(|found| &mut found.kind)

@@ -37,6 +37,7 @@
 //! Kernels, modules, arrays, textures. Peer access is recorded but never refused: all memory is one host's. A host thread in
 //! `cuMemFree` does not hold other threads' submissions back, as the real one does. Destroying or resetting a context first
 //! lets its work end.
+// The names, the raw pointers and the long argument lists are CUDA's.
 #![allow(non_snake_case, clippy::missing_safety_doc, clippy::too_many_arguments)]
 
 mod absent;

@@ -32,7 +32,7 @@ pub enum Kind {
     Registered {
         flags: u32,
     },
-    /// Opened from another process's handle.
+    /// Opened from another process's handle: the owner's process and the offset in its device's file.
     Imported {
         owner: (i32, u64),
         references: u32,
@@ -79,7 +79,7 @@ pub struct Freed {
     allocation: Allocation,
     released: AtomicBool,
     /// Whether it waits in a stream.
-    pub queued: bool,
+    queued: bool,
 }
 
 impl Freed {
@@ -94,26 +94,34 @@ impl Freed {
     /// Unmaps it and gives its memory back; once only. The state's lock must not be held.
     pub fn release(&self) {
         if !self.released.swap(true, Ordering::AcqRel) {
-            self.release_in(&mut state());
+            // Slow for large memory, hence without the lock: until the books say so, the addresses are nobody else's.
+            self.unmap();
+            self.settle(&mut state());
         }
     }
 
-    fn release_in(&self, st: &mut State) {
+    fn unmap(&self) {
         let allocation = &self.allocation;
         if let Some(extent) = &allocation.extent {
             backing::vacate(allocation.base, extent.bytes);
             if !matches!(allocation.kind, Kind::Imported { .. }) {
                 extent.discard();
             }
-            st.arena.give(allocation.base, extent.bytes);
-            let device = st.device(allocation.device);
-            device.used -= allocation.counted();
-            device.frees_pending -= self.queued as usize;
         } else if let Kind::Pinned { .. } = allocation.kind {
             backing::unreserve(
                 allocation.base,
                 (allocation.size as u64).next_multiple_of(PAGE),
             );
+        }
+    }
+
+    fn settle(&self, st: &mut State) {
+        let allocation = &self.allocation;
+        if let Some(extent) = &allocation.extent {
+            st.arena.give(allocation.base, extent.bytes);
+            let device = st.device(allocation.device);
+            device.used -= allocation.counted();
+            device.frees_pending -= self.queued as usize;
         }
         if let Kind::Pooled(pool) = allocation.kind
             && let Some(pool) = st.pools.get_mut(pool)
@@ -199,7 +207,9 @@ pub fn release_context(st: &mut State, context: usize) {
         if let Kind::Imported { owner, .. } = allocation.kind {
             st.imports.remove(&owner);
         }
-        Freed::new(allocation, false).release_in(st);
+        let freed = Freed::new(allocation, false);
+        freed.unmap();
+        freed.settle(st);
     }
 }
 

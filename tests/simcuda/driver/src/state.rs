@@ -30,7 +30,7 @@ pub struct State {
     pub vmm: Vmm,
     pub arena: Arena,
     pub captures: Vec<Arc<Capture>>,
-    /// Handles opened from other processes: (process, base there) to the address here.
+    /// Handles opened from other processes: (process, offset in its file) to the address here.
     pub imports: HashMap<(i32, u64), u64>,
     next_buffer: u64,
     next_context: u64,

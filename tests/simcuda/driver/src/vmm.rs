@@ -98,18 +98,18 @@ impl Vmm {
     }
 }
 
-/// Gives a handle's memory back when nothing refers to it any more.
-fn settle(st: &mut State, handle: u64) {
+/// Closes the books of a handle that nothing refers to any more. What it gives is then to be discarded, which takes a while
+/// for large pages and is done without the state's lock.
+fn settle(st: &mut State, handle: u64) -> Option<Extent> {
     let physical = &st.vmm.handles[&handle];
-    if physical.references == 0 && physical.mappings == 0 {
-        let physical = st.vmm.handles.remove(&handle).expect("just found");
-        if physical.counted {
-            st.device(physical.location.id).used -= physical.extent.bytes;
-        }
-        if !physical.exported {
-            physical.extent.discard();
-        }
+    if physical.references > 0 || physical.mappings > 0 {
+        return None;
     }
+    let physical = st.vmm.handles.remove(&handle).expect("just found");
+    if physical.counted {
+        st.device(physical.location.id).used -= physical.extent.bytes;
+    }
+    (!physical.exported).then_some(physical.extent)
 }
 
 fn supported() -> Answer {
@@ -204,7 +204,9 @@ driver_fns! {
         let mut st = state();
         let physical = st.vmm.handles.get_mut(&handle).filter(|physical| physical.references > 0).ok_or(INVALID_VALUE)?;
         physical.references -= 1;
-        settle(&mut st, handle);
+        let idle = settle(&mut st, handle);
+        drop(st);
+        idle.iter().for_each(Extent::discard);
         Ok(())
     }
 
@@ -235,12 +237,15 @@ driver_fns! {
     fn cuMemUnmap(ptr: u64, bytes: usize) {
         supported()?;
         let mut st = state();
+        let mut idle = Vec::new();
         for base in st.vmm.covering(ptr, bytes as u64)? {
             let mapping = st.vmm.mappings.remove(&base).expect("just listed");
             backing::vacate(base, mapping.bytes);
             st.vmm.handles.get_mut(&mapping.handle).expect("mapped, hence alive").mappings -= 1;
-            settle(&mut st, mapping.handle);
+            idle.extend(settle(&mut st, mapping.handle));
         }
+        drop(st);
+        idle.iter().for_each(Extent::discard);
         Ok(())
     }
 
