@@ -106,7 +106,6 @@ functions! {
         mem_alloc_managed = "cuMemAllocManaged" (*mut u64, usize, c_uint);
         memcpy_async = "cuMemcpyAsync" (u64, u64, usize, RawStream);
         stream_is_capturing = "cuStreamIsCapturing" (RawStream, *mut c_uint);
-        stream_synchronize = "cuStreamSynchronize" (RawStream);
         stream_get_ctx = "cuStreamGetCtx" (RawStream, *mut Ctx);
         event_create = "cuEventCreate" (*mut RawEvent, c_uint);
         event_destroy = "cuEventDestroy_v2" (RawEvent);
@@ -122,7 +121,6 @@ functions! {
         prefetch = "cuMemPrefetchAsync" (u64, usize, c_int, RawStream);
         granularity = "cuMemGetAllocationGranularity" (*mut usize, *const Props, c_uint);
         address_reserve = "cuMemAddressReserve" (*mut u64, usize, usize, u64, u64);
-        address_free = "cuMemAddressFree" (u64, usize);
         mem_create = "cuMemCreate" (*mut u64, usize, *const Props, u64);
         mem_release = "cuMemRelease" (u64);
         mem_map = "cuMemMap" (u64, usize, usize, u64, u64);
@@ -229,13 +227,9 @@ macro_rules! call {
 }
 
 impl Driver {
-    /// As `cuDriverGetVersion` says it: 12040 is 12.4.
-    pub fn version(&self) -> i32 {
-        self.version
-    }
     /// Whether one event can cover, or hold back, every stream of a context (CUDA 12.5).
     pub fn has_ctx_fences(&self) -> bool {
-        self.f.ctx_record_event.is_some() && self.f.ctx_wait_event.is_some()
+        self.version >= 12050 && self.f.ctx_record_event.is_some() && self.f.ctx_wait_event.is_some()
     }
     /// Whether streams have ids (CUDA 12.0).
     pub fn has_stream_id(&self) -> bool {
@@ -327,6 +321,7 @@ impl Driver {
         let prefetch = self.f.prefetch.ok_or(CuError::NOT_SUPPORTED)?;
         call!(prefetch(p, size, ordinal, s.0 as RawStream))
     }
+    /// Copies in stream order, between any two of device and host.
     pub fn memcpy_async(&self, to: DevicePtr, from: DevicePtr, size: usize, s: Stream) -> CuResult<()> {
         call!((self.f.memcpy_async)(to, from, size, s.0 as RawStream))
     }
@@ -346,9 +341,6 @@ impl Driver {
     pub fn stream_is_capturing(&self, s: Stream) -> CuResult<bool> {
         let status = out!(c_uint, |v| (self.f.stream_is_capturing)(s.0 as RawStream, &mut v));
         status.map(|v| v != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
-    }
-    pub fn stream_synchronize(&self, s: Stream) -> CuResult<()> {
-        call!((self.f.stream_synchronize)(s.0 as RawStream))
     }
     /// An event of the current context, without timing.
     pub fn event_create(&self) -> CuResult<Event> {
@@ -391,10 +383,6 @@ impl Driver {
     pub fn va_reserve(&self, size: usize) -> CuResult<DevicePtr> {
         let reserve = self.f.address_reserve.ok_or(CuError::NOT_SUPPORTED)?;
         out!(u64, |p| reserve(&mut p, size, 0, 0, 0))
-    }
-    pub fn va_free(&self, p: DevicePtr, size: usize) -> CuResult<()> {
-        let free = self.f.address_free.ok_or(CuError::NOT_SUPPORTED)?;
-        call!(free(p, size))
     }
     /// Physical memory of `size` bytes, shareable by file descriptor and open to GPUDirect RDMA where the device offers them.
     pub fn page_create(&self, ordinal: i32, size: usize) -> CuResult<PageHandle> {

@@ -267,12 +267,13 @@ impl Device {
 
     // ---- questions ----
 
-    /// Free and total bytes of the manager of `s`.
+    /// Free and total bytes of the manager of `s`. As in CNMeM, the root's total includes what its children have.
     pub fn info(&self, s: Stream) -> Result<(usize, usize), Error> {
         let books = self.books.lock();
         let m = books.manager(s)?;
         let free = books.free(m);
-        Ok((free, free + books.space.live_bytes(books.managers[m].ready)))
+        let total = if m == ROOT { books.space.total() } else { free + books.space.live_bytes(books.managers[m].ready) };
+        Ok((free, total))
     }
 
     /// A description of the manager of `s`, block by block.

@@ -1,6 +1,9 @@
 //! The cnmem door: CNMeM's own C interface, function for function (`include/cnmem.h`). The managers behind it are in
 //! `managers.rs`; here is the reference count, and which device a call means.
 
+// The names are the interface's own.
+#![allow(non_snake_case)]
+
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
@@ -302,7 +305,8 @@ pub unsafe extern "C" fn cnmemFree(ptr: *mut c_void, stream: cudaStream_t) -> cn
     })
 }
 
-/// Free and total bytes of the manager of `stream` (of the current device's root for NULL). Either pointer may be NULL.
+/// Free and total bytes of the manager of `stream`; for NULL of the current device's root, whose total includes what its
+/// children have. INVALID_ARGUMENT: a NULL pointer, or a stream without a manager.
 ///
 /// # Safety
 /// Both pointers are NULL or writable; `stream` is NULL or a live stream.
@@ -314,12 +318,14 @@ pub unsafe extern "C" fn cnmemMemGetInfo(
 ) -> cnmemStatus_t {
     let s = self::stream(stream);
     in_session(|session| {
+        if freeMem.is_null() || totalMem.is_null() {
+            return Err(Error::InvalidArgument);
+        }
         let (free, total) = session.device(s)?.info(s)?;
-        for (to, value) in [(freeMem, free), (totalMem, total)] {
-            if !to.is_null() {
-                // SAFETY: not NULL, and writable by the caller's promise.
-                unsafe { to.write(value) };
-            }
+        // SAFETY: neither is NULL, and both are writable by the caller's promise.
+        unsafe {
+            freeMem.write(free);
+            totalMem.write(total);
         }
         Ok(())
     })
@@ -343,16 +349,21 @@ pub unsafe extern "C" fn cnmemPrintMemoryState(file: *mut libc::FILE, stream: cu
     })
 }
 
+/// A `cnmemStatus_t` that C passes in: any number may come, which a Rust enum must not hold. The header calls it
+/// `cnmemStatus_t` (cbindgen.cnmem.toml).
+#[allow(non_camel_case_types)]
+pub type cnmemStatusIn_t = c_uint;
+
 /// The name of a status; never NULL.
 #[unsafe(no_mangle)]
-pub extern "C" fn cnmemGetErrorString(status: cnmemStatus_t) -> *const c_char {
+pub extern "C" fn cnmemGetErrorString(status: cnmemStatusIn_t) -> *const c_char {
     let text = match status {
-        CNMEM_STATUS_SUCCESS => c"CNMEM_STATUS_SUCCESS",
-        CNMEM_STATUS_CUDA_ERROR => c"CNMEM_STATUS_CUDA_ERROR",
-        CNMEM_STATUS_INVALID_ARGUMENT => c"CNMEM_STATUS_INVALID_ARGUMENT",
-        CNMEM_STATUS_NOT_INITIALIZED => c"CNMEM_STATUS_NOT_INITIALIZED",
-        CNMEM_STATUS_OUT_OF_MEMORY => c"CNMEM_STATUS_OUT_OF_MEMORY",
-        CNMEM_STATUS_UNKNOWN_ERROR => c"CNMEM_STATUS_UNKNOWN_ERROR",
+        0 => c"CNMEM_STATUS_SUCCESS",
+        1 => c"CNMEM_STATUS_CUDA_ERROR",
+        2 => c"CNMEM_STATUS_INVALID_ARGUMENT",
+        3 => c"CNMEM_STATUS_NOT_INITIALIZED",
+        4 => c"CNMEM_STATUS_OUT_OF_MEMORY",
+        _ => c"CNMEM_STATUS_UNKNOWN_ERROR",
     };
     text.as_ptr()
 }

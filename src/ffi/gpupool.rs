@@ -1,5 +1,8 @@
 //! The gpupool door: the pool's own C interface (`include/gpupool.h`).
 
+// The names are the interface's own.
+#![allow(non_snake_case)]
+
 use std::ffi::{c_char, c_int, c_void};
 
 use crate::driver::{CuError, Stream};

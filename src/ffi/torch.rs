@@ -1,5 +1,8 @@
 //! Allocator slots of frameworks: cutorch's `THCDeviceAllocator` and PyTorch's pluggable allocator.
 
+// The names are the interface's own.
+#![allow(non_snake_case)]
+
 use std::ffi::{c_int, c_void};
 
 use crate::driver::{Stream, driver};
@@ -8,14 +11,35 @@ use crate::ffi::gpupool::{cudaStream_t, gpupoolFree, gpupoolMalloc, stream};
 use crate::ffi::guard::guard;
 use crate::registry;
 
-/// cutorch's allocator slot: functions, and a `state` that each gets as its first argument. All return a `cudaError_t`.
+/// CUDA's error numbers, in the types of the header.
+#[allow(non_camel_case_types)]
+type cudaError_t = c_int;
+
+/// cutorch's allocator slot: functions, and a `state` that each gets as its first argument.
 #[repr(C)]
 pub struct THCDeviceAllocator {
-    pub malloc: Option<unsafe extern "C" fn(*mut c_void, *mut *mut c_void, usize, cudaStream_t) -> c_int>,
-    pub realloc: Option<unsafe extern "C" fn(*mut c_void, *mut *mut c_void, usize, usize, cudaStream_t) -> c_int>,
-    pub free: Option<unsafe extern "C" fn(*mut c_void, *mut c_void) -> c_int>,
-    pub emptyCache: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
-    pub cacheInfo: Option<unsafe extern "C" fn(*mut c_void, c_int, *mut usize, *mut usize) -> c_int>,
+    /// Allocates `size` bytes for a stream.
+    pub malloc:
+        Option<unsafe extern "C" fn(state: *mut c_void, ptr: *mut *mut c_void, size: usize, stream: cudaStream_t) -> cudaError_t>,
+    /// Moves a block to a new one of `new_size` bytes; what fits is copied on the stream.
+    pub realloc: Option<
+        unsafe extern "C" fn(
+            state: *mut c_void,
+            ptr: *mut *mut c_void,
+            old_size: usize,
+            new_size: usize,
+            stream: cudaStream_t,
+        ) -> cudaError_t,
+    >,
+    /// Frees a block, whatever streams used it.
+    pub free: Option<unsafe extern "C" fn(state: *mut c_void, ptr: *mut c_void) -> cudaError_t>,
+    /// Gives idle memory of all devices back to the driver.
+    pub emptyCache: Option<unsafe extern "C" fn(state: *mut c_void) -> cudaError_t>,
+    /// Adds a device's idle bytes to `*idle`, and raises `*largest` to its largest idle block.
+    pub cacheInfo: Option<
+        unsafe extern "C" fn(state: *mut c_void, device: c_int, idle: *mut usize, largest: *mut usize) -> cudaError_t,
+    >,
+    /// The first argument of the functions; they do not look at it.
     pub state: *mut c_void,
 }
 

@@ -128,10 +128,11 @@ fn a_new_stream_under_an_old_handle_is_another_stream() {
     assert_ne!(pool.malloc(4096, new).unwrap(), p, "the old stream's work is not done");
     gate.open();
     sim.driver.ctx_synchronize().unwrap();
-    for p in pool.inner.lock().space.live_blocks(None) {
-        let addr = pool.inner.lock().space.addr(p);
-        pool.free(addr, new).unwrap();
-    }
+    let live: Vec<u64> = {
+        let space = &pool.inner.lock().space;
+        space.live_blocks(None).into_iter().map(|b| space.addr(b)).collect()
+    };
+    live.into_iter().for_each(|p| pool.free(p, new).unwrap());
     empty(&pool);
 }
 
@@ -215,7 +216,8 @@ fn random_operations_never_show_a_foreign_write() {
                     }
                     let drain = op % 512 >= 448;
                     if !drain && (live.len() < 8 || rng.below(2) == 0) {
-                        let size = 1 + rng.below(1 << (8 + rng.below(15))) as usize;
+                        let magnitude = 8 + rng.below(15);
+                        let size = 1 + rng.below(1 << magnitude) as usize;
                         let s = streams[device][rng.below(5) as usize];
                         // Faults make some requests fail; that is an answer too.
                         if let Ok(p) = pools[device].malloc(size, s) {
