@@ -1,0 +1,2 @@
+/* As CUDA has it: the API without the compiler's part. */
+#include "cuda_runtime_api.h"
