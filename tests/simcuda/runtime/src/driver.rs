@@ -5,8 +5,10 @@ use std::ffi::{CString, c_char, c_int, c_void};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The CUDA version whose functions are asked for.
+/// What `cudaRuntimeGetVersion` says.
 pub const VERSION: c_int = 13000;
+/// The version whose functions are asked for: in 13.0 some names took another signature (`cuCtxSynchronize` takes a context).
+const ASKED: c_int = 12000;
 const INSUFFICIENT_DRIVER: u32 = 35;
 const NOT_SUPPORTED: u32 = 801;
 
@@ -18,7 +20,7 @@ pub fn resolve(slot: &AtomicUsize, name: &str) -> Result<usize, u32> {
     if known != 0 {
         return Ok(known);
     }
-    let found = lookup(name, VERSION, 0)?;
+    let found = lookup(name, ASKED, 0)?;
     if found.is_null() {
         return Err(NOT_SUPPORTED);
     }

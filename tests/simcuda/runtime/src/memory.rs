@@ -105,7 +105,12 @@ api! {
     }
     fn cudaMemPrefetchAsync(ptr: Ptr, size: usize, location: Location, flags: c_uint, stream: Ptr) {
         context()?;
-        cu!("cuMemPrefetchAsync", ptr as u64 => u64, size => usize, location => Location, flags => c_uint, stream => Ptr)
+        if flags != 0 || !(1..=2).contains(&location.kind) {
+            return Err(1);
+        }
+        // The host is device -1 there.
+        let device = if location.kind == 1 { location.id } else { -1 };
+        cu!("cuMemPrefetchAsync", ptr as u64 => u64, size => usize, device => c_int, stream => Ptr)
     }
     fn cudaPointerGetAttributes(to: *mut PointerAttributes, ptr: Ptr) {
         if to.is_null() {
