@@ -64,7 +64,7 @@ fn find(st: &State, address: u64) -> Option<Found> {
         managed: false,
         host_visible: !on_device,
         ipc_capable: false,
-        sync_memops: false,
+        sync_memops: mapping.sync_memops,
         handle_types: physical.handle_types as u64,
         pool: 0,
     })
@@ -144,7 +144,7 @@ driver_fns! {
         let base = st.allocation(ptr).map(|found| found.base);
         match base {
             Some(base) => st.allocations.get_mut(&base).expect("just found").sync_memops = set,
-            None => st.vmm.mapping(ptr).map(|_| ()).ok_or(INVALID_VALUE)?,
+            None => st.vmm.mapping_mut(ptr).ok_or(INVALID_VALUE)?.sync_memops = set,
         }
         Ok(())
     }

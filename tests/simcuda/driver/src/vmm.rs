@@ -35,6 +35,7 @@ pub struct Mapping {
     pub bytes: u64,
     pub handle: u64,
     pub buffer_id: u64,
+    pub sync_memops: bool,
     access: Vec<AccessDesc>,
 }
 
@@ -56,6 +57,11 @@ impl Vmm {
     pub fn mapping(&self, address: u64) -> Option<(u64, &Mapping)> {
         let (&base, mapping) = self.mappings.range(..=address).next_back()?;
         (address - base < mapping.bytes).then_some((base, mapping))
+    }
+
+    pub fn mapping_mut(&mut self, address: u64) -> Option<&mut Mapping> {
+        let (base, _) = self.mapping(address)?;
+        self.mappings.get_mut(&base)
     }
 
     fn insert(&mut self, physical: Physical) -> u64 {
@@ -229,7 +235,7 @@ driver_fns! {
         }
         st.vmm.handles.get_mut(&handle).expect("just found").mappings += 1;
         let buffer_id = st.buffer_id();
-        st.vmm.mappings.insert(ptr, Mapping { bytes, handle, buffer_id, access: Vec::new() });
+        st.vmm.mappings.insert(ptr, Mapping { bytes, handle, buffer_id, sync_memops: false, access: Vec::new() });
         Ok(())
     }
 
