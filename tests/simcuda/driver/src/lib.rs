@@ -4,7 +4,9 @@
 //! that late writes really come late, and backs device memory with shared files so that mapping, unmapping, double mapping and
 //! sharing between processes behave. A device pointer is an ordinary host address.
 //!
-//! # Modules, each using only those above it
+//! # Modules
+//! The first group knows nothing of the API's functions; the second holds them, by topic; all exported names are there.
+//!
 //! - `codes`: result codes and the C structures.
 //! - `config`: the environment variables below, read once.
 //! - `trace`, `fault`: one line a call; failures on demand.
@@ -12,8 +14,9 @@
 //! - `engine`: streams as queues with a worker thread each, and dependencies between them.
 //! - `backing`: host memory: the file of each device, the address range that plain allocations live in.
 //! - `state`: everything that lives under the one lock: devices, contexts, streams, events, memory.
-//! - `device`, `context`, `stream`, `event`, `capture`, `graph`: the API by topic.
-//! - `memory`, `host`, `pools`, `copy`, `pointer`, `vmm`, `ipc`: the API of memory by topic.
+//!
+//! - `device`, `context`, `stream`, `event`, `capture`, `graph`: the API of work.
+//! - `memory`, `host`, `pools`, `copy`, `pointer`, `vmm`, `ipc`: the API of memory.
 //! - `absent`: functions that exist and are not modelled; calling one aborts with its name.
 //! - `proc_address`: `cuGetProcAddress`, and what an older driver lacks.
 //! - `control`: the `simcuda...` functions that tests steer it with.
