@@ -106,6 +106,7 @@ functions! {
         mem_alloc_managed = "cuMemAllocManaged" (*mut u64, usize, c_uint);
         memcpy_async = "cuMemcpyAsync" (u64, u64, usize, RawStream);
         stream_is_capturing = "cuStreamIsCapturing" (RawStream, *mut c_uint);
+        exchange_capture_mode = "cuThreadExchangeStreamCaptureMode" (*mut c_uint);
         stream_get_ctx = "cuStreamGetCtx" (RawStream, *mut Ctx);
         event_create = "cuEventCreate" (*mut RawEvent, c_uint);
         event_destroy = "cuEventDestroy_v2" (RawEvent);
@@ -204,7 +205,11 @@ fn load() -> CuResult<Driver> {
 }
 
 fn check(code: c_uint) -> CuResult<()> {
-    if code == 0 { Ok(()) } else { Err(CuError(code)) }
+    if code == 0 {
+        Ok(())
+    } else {
+        Err(CuError(code))
+    }
 }
 
 /// Calls a function of the table that fills in one value.
@@ -229,7 +234,9 @@ macro_rules! call {
 impl Driver {
     /// Whether one event can cover, or hold back, every stream of a context (CUDA 12.5).
     pub fn has_ctx_fences(&self) -> bool {
-        self.version >= 12050 && self.f.ctx_record_event.is_some() && self.f.ctx_wait_event.is_some()
+        self.version >= 12050
+            && self.f.ctx_record_event.is_some()
+            && self.f.ctx_wait_event.is_some()
     }
     /// Whether streams have ids (CUDA 12.0).
     pub fn has_stream_id(&self) -> bool {
@@ -246,7 +253,11 @@ impl Driver {
         out!(usize, |n| (self.f.device_total)(&mut n, ordinal))
     }
     pub fn attribute(&self, attribute: DeviceAttribute, ordinal: i32) -> CuResult<i32> {
-        out!(c_int, |v| (self.f.device_attribute)(&mut v, attribute as c_uint, ordinal))
+        out!(c_int, |v| (self.f.device_attribute)(
+            &mut v,
+            attribute as c_uint,
+            ordinal
+        ))
     }
     fn has(&self, attribute: DeviceAttribute, ordinal: i32) -> bool {
         self.attribute(attribute, ordinal).is_ok_and(|v| v != 0)
@@ -256,7 +267,10 @@ impl Driver {
         f.mem_create.is_some()
             && f.mem_map.is_some()
             && f.mem_set_access.is_some()
-            && self.has(DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ordinal)
+            && self.has(
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+                ordinal,
+            )
     }
 
     // ---- contexts ----
@@ -275,7 +289,9 @@ impl Driver {
     }
     /// Unique for the life of the process; before CUDA 12 the handle has to do.
     pub fn ctx_id(&self, ctx: Context) -> CuResult<u64> {
-        let Some(get_id) = self.f.ctx_get_id else { return Ok(ctx.0 as u64) };
+        let Some(get_id) = self.f.ctx_get_id else {
+            return Ok(ctx.0 as u64);
+        };
         out!(u64, |id| get_id(ctx.0 as Ctx, &mut id))
     }
     /// Waits for all work of the current context.
@@ -322,7 +338,13 @@ impl Driver {
         call!(prefetch(p, size, ordinal, s.0 as RawStream))
     }
     /// Copies in stream order, between any two of device and host.
-    pub fn memcpy_async(&self, to: DevicePtr, from: DevicePtr, size: usize, s: Stream) -> CuResult<()> {
+    pub fn memcpy_async(
+        &self,
+        to: DevicePtr,
+        from: DevicePtr,
+        size: usize,
+        s: Stream,
+    ) -> CuResult<()> {
         call!((self.f.memcpy_async)(to, from, size, s.0 as RawStream))
     }
 
@@ -339,13 +361,19 @@ impl Driver {
     }
     /// 906 for the legacy stream while a blocking stream is being captured.
     pub fn stream_is_capturing(&self, s: Stream) -> CuResult<bool> {
-        let status = out!(c_uint, |v| (self.f.stream_is_capturing)(s.0 as RawStream, &mut v));
+        let status = out!(c_uint, |v| (self.f.stream_is_capturing)(
+            s.0 as RawStream,
+            &mut v
+        ));
         status.map(|v| v != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
     }
     /// An event of the current context, without timing.
     pub fn event_create(&self) -> CuResult<Event> {
         let mut e: RawEvent = std::ptr::null_mut();
-        call!((self.f.event_create)(&mut e, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint))?;
+        call!((self.f.event_create)(
+            &mut e,
+            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint
+        ))?;
         Ok(Event(e as usize))
     }
     pub fn event_destroy(&self, e: Event) -> CuResult<()> {
@@ -429,8 +457,14 @@ impl Driver {
         let mut props: Props = unsafe { std::mem::zeroed() };
         props.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         props.location = location(ordinal);
-        if shared && self.has(DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal) {
-            props.requestedHandleTypes = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        if shared
+            && self.has(
+                DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+                ordinal,
+            )
+        {
+            props.requestedHandleTypes =
+                sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
         }
         let rdma = DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
         if shared && self.has(rdma, ordinal) {
@@ -441,7 +475,38 @@ impl Driver {
 }
 
 fn location(ordinal: i32) -> Location {
-    Location { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal }
+    Location {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: ordinal,
+    }
+}
+
+/// Lets this thread call what a capture elsewhere forbids (allocations, event queries) for a scope: none of it is part of
+/// anybody's capture. What is forbidden in every mode stays so.
+pub struct RelaxedCapture {
+    driver: &'static Driver,
+    before: Option<c_uint>,
+}
+
+impl RelaxedCapture {
+    pub fn enter(driver: &'static Driver) -> RelaxedCapture {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
+        let exchanged = call!((driver.f.exchange_capture_mode)(&mut mode));
+        RelaxedCapture {
+            driver,
+            before: exchanged.is_ok().then_some(mode),
+        }
+    }
+}
+
+impl Drop for RelaxedCapture {
+    fn drop(&mut self) {
+        if let Some(mut mode) = self.before
+            && let Err(e) = call!((self.driver.f.exchange_capture_mode)(&mut mode))
+        {
+            log::warn!("the thread's capture mode could not be restored: {e:?}");
+        }
+    }
 }
 
 /// Makes a context current on this thread for a scope, and what was current before again afterwards.
@@ -456,7 +521,9 @@ impl CurrentContext {
             return Ok(CurrentContext { before: None });
         }
         d.ctx_set_current(Some(ctx))?;
-        Ok(CurrentContext { before: Some(current) })
+        Ok(CurrentContext {
+            before: Some(current),
+        })
     }
 }
 

@@ -10,7 +10,10 @@ pub enum Error {
     /// Not the start of a live block of ours: foreign, interior, or freed already.
     UnknownPointer,
     /// `asked` bytes could not be had; `detail` says what is held.
-    OutOfMemory { asked: usize, detail: Option<Box<str>> },
+    OutOfMemory {
+        asked: usize,
+        detail: Option<Box<str>>,
+    },
     Driver(CuError),
 }
 
@@ -27,7 +30,14 @@ impl Error {
 
 impl From<CuError> for Error {
     fn from(e: CuError) -> Error {
-        if e == CuError::OUT_OF_MEMORY { Error::OutOfMemory { asked: 0, detail: None } } else { Error::Driver(e) }
+        if e == CuError::OUT_OF_MEMORY {
+            Error::OutOfMemory {
+                asked: 0,
+                detail: None,
+            }
+        } else {
+            Error::Driver(e)
+        }
     }
 }
 

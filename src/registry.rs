@@ -87,7 +87,10 @@ fn in_owning_pool(mut act: impl FnMut(&Pool) -> Result<(), Error>) -> Result<(),
     }
     let all: Vec<Arc<Pool>> = pools.values().cloned().collect();
     drop(pools);
-    all.iter().map(|pool| act(pool)).find(|r| !matches!(r, Err(Error::UnknownPointer))).unwrap_or(Err(Error::UnknownPointer))
+    all.iter()
+        .map(|pool| act(pool))
+        .find(|r| !matches!(r, Err(Error::UnknownPointer)))
+        .unwrap_or(Err(Error::UnknownPointer))
 }
 
 /// Every pool there is.
@@ -127,7 +130,10 @@ fn make_pool(d: &'static Driver, ctx: Context, id: u64) -> Result<Arc<Pool>, Err
         }
     };
     if let Some(dead) = stale {
-        log::info!("the context of device {ordinal} was destroyed; its pool of {} bytes is forgotten", dead.stats().held);
+        log::info!(
+            "the context of device {ordinal} was destroyed; its pool of {} bytes is forgotten",
+            dead.stats().held
+        );
         dead.abandon();
     }
     log::debug!("pool for device {ordinal}, context id {id}");

@@ -16,6 +16,7 @@ use crate::ffi::guard::guard;
 use crate::managers::{Device, Request, Rules};
 
 /// The version of CNMeM's interface: 1.0.0.
+#[allow(dead_code)] // for the header
 pub const CNMEM_VERSION: c_int = 100;
 
 /// What every function returns.
@@ -35,7 +36,7 @@ pub enum cnmemStatus_t {
 use cnmemStatus_t::*;
 
 /// Flags for `cnmemInit`.
-#[allow(non_camel_case_types)]
+#[allow(non_camel_case_types, dead_code)]
 #[repr(C)]
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum cnmemManagerFlags_t {
@@ -90,7 +91,9 @@ fn status(r: Result<(), Error>) -> cnmemStatus_t {
 /// Runs `act` on the session; NOT_INITIALIZED without one.
 fn in_session(act: impl FnOnce(&Session) -> Result<(), Error>) -> cnmemStatus_t {
     guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
-        let Some(session) = SESSION.read().as_ref().map(|s| s.0.clone()) else { return CNMEM_STATUS_NOT_INITIALIZED };
+        let Some(session) = SESSION.read().as_ref().map(|s| s.0.clone()) else {
+            return CNMEM_STATUS_NOT_INITIALIZED;
+        };
         // No call may reach the driver once the process began to exit.
         status(driver().map_err(Error::from).and_then(|_| act(&session)))
     })
@@ -108,7 +111,10 @@ impl Session {
         if let Some(device) = current.filter(|d| d.serves(s)) {
             return Ok(device);
         }
-        self.devices.iter().find(|d| d.serves(s)).ok_or(Error::InvalidArgument)
+        self.devices
+            .iter()
+            .find(|d| d.serves(s))
+            .ok_or(Error::InvalidArgument)
     }
 }
 
@@ -124,7 +130,11 @@ fn current_ordinal(d: &Driver) -> c_int {
 ///
 /// # Safety
 /// `devices` points to `n` structs as the header describes them.
-unsafe fn requests(d: &Driver, n: c_int, devices: *const cnmemDevice_t) -> Result<Vec<Request>, Error> {
+unsafe fn requests(
+    d: &Driver,
+    n: c_int,
+    devices: *const cnmemDevice_t,
+) -> Result<Vec<Request>, Error> {
     let count = d.device_count()?;
     if n <= 0 || devices.is_null() {
         return Err(Error::InvalidArgument);
@@ -132,23 +142,36 @@ unsafe fn requests(d: &Driver, n: c_int, devices: *const cnmemDevice_t) -> Resul
     let mut out: Vec<Request> = Vec::new();
     // SAFETY: `n` structs, by the caller's promise.
     for device in unsafe { std::slice::from_raw_parts(devices, n as usize) } {
-        let wrong_device = !(0..count).contains(&device.device) || out.iter().any(|r| r.ordinal == device.device);
-        if wrong_device || device.numStreams < 0 || (device.numStreams > 0 && device.streams.is_null()) {
+        let wrong_device =
+            !(0..count).contains(&device.device) || out.iter().any(|r| r.ordinal == device.device);
+        if wrong_device
+            || device.numStreams < 0
+            || (device.numStreams > 0 && device.streams.is_null())
+        {
             return Err(Error::InvalidArgument);
         }
         let mut streams: Vec<(Stream, usize)> = Vec::new();
         for i in 0..device.numStreams as usize {
             // SAFETY: `numStreams` handles, and as many sizes unless NULL, by the caller's promise.
             let (s, size) = unsafe {
-                let size = if device.streamSizes.is_null() { 0 } else { *device.streamSizes.add(i) };
+                let size = if device.streamSizes.is_null() {
+                    0
+                } else {
+                    *device.streamSizes.add(i)
+                };
                 (stream(*device.streams.add(i)), size)
             };
-            if s == Stream::NULL || s == Stream::LEGACY || streams.iter().any(|known| known.0 == s) {
+            if s == Stream::NULL || s == Stream::LEGACY || streams.iter().any(|known| known.0 == s)
+            {
                 return Err(Error::InvalidArgument);
             }
             streams.push((s, size));
         }
-        out.push(Request { ordinal: device.device, size: device.size, streams });
+        out.push(Request {
+            ordinal: device.device,
+            size: device.size,
+            streams,
+        });
     }
     Ok(out)
 }
@@ -183,7 +206,10 @@ pub unsafe extern "C" fn cnmemInit(
             let d = driver()?;
             // SAFETY: the caller's promise.
             let requests = unsafe { requests(d, numDevices, devices)? };
-            let devices = requests.iter().map(|r| Device::new(d, r, rules)).collect::<Result<_, _>>()?;
+            let devices = requests
+                .iter()
+                .map(|r| Device::new(d, r, rules))
+                .collect::<Result<_, _>>()?;
             Ok(Session { devices })
         };
         match start() {
@@ -230,11 +256,13 @@ pub extern "C" fn cnmemFinalize() -> cnmemStatus_t {
 /// Counts one more reference.
 #[unsafe(no_mangle)]
 pub extern "C" fn cnmemRetain() -> cnmemStatus_t {
-    guard(CNMEM_STATUS_UNKNOWN_ERROR, || match SESSION.write().as_mut() {
-        None => CNMEM_STATUS_NOT_INITIALIZED,
-        Some((_, references)) => {
-            *references += 1;
-            CNMEM_STATUS_SUCCESS
+    guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
+        match SESSION.write().as_mut() {
+            None => CNMEM_STATUS_NOT_INITIALIZED,
+            Some((_, references)) => {
+                *references += 1;
+                CNMEM_STATUS_SUCCESS
+            }
         }
     })
 }
@@ -268,11 +296,19 @@ pub unsafe extern "C" fn cnmemRegisterStream(stream: cudaStream_t) -> cnmemStatu
 /// # Safety
 /// `ptr` is NULL or writable; `stream` is NULL or a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cnmemMalloc(ptr: *mut *mut c_void, size: usize, stream: cudaStream_t) -> cnmemStatus_t {
+pub unsafe extern "C" fn cnmemMalloc(
+    ptr: *mut *mut c_void,
+    size: usize,
+    stream: cudaStream_t,
+) -> cnmemStatus_t {
     let s = self::stream(stream);
     in_session(|session| {
         if ptr.is_null() {
-            return if size == 0 { Ok(()) } else { Err(Error::InvalidArgument) };
+            return if size == 0 {
+                Ok(())
+            } else {
+                Err(Error::InvalidArgument)
+            };
         }
         // SAFETY: not NULL, and writable by the caller's promise.
         let ptr = unsafe { &mut *ptr };
@@ -300,7 +336,11 @@ pub unsafe extern "C" fn cnmemFree(ptr: *mut c_void, stream: cudaStream_t) -> cn
         if ptr.is_null() {
             return Ok(());
         }
-        let device = session.devices.iter().find(|d| d.holds(ptr as u64)).ok_or(Error::InvalidArgument)?;
+        let device = session
+            .devices
+            .iter()
+            .find(|d| d.holds(ptr as u64))
+            .ok_or(Error::InvalidArgument)?;
         device.free(ptr as u64, s)
     })
 }
@@ -336,13 +376,17 @@ pub unsafe extern "C" fn cnmemMemGetInfo(
 /// # Safety
 /// `file` is an open stream of the C library; `stream` is NULL or a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cnmemPrintMemoryState(file: *mut libc::FILE, stream: cudaStream_t) -> cnmemStatus_t {
+pub unsafe extern "C" fn cnmemPrintMemoryState(
+    file: *mut libc::FILE,
+    stream: cudaStream_t,
+) -> cnmemStatus_t {
     let s = self::stream(stream);
     in_session(|session| {
         if file.is_null() {
             return Err(Error::InvalidArgument);
         }
-        let text = std::ffi::CString::new(session.device(s)?.describe(s)?).map_err(|_| Error::InvalidArgument)?;
+        let text = std::ffi::CString::new(session.device(s)?.describe(s)?)
+            .map_err(|_| Error::InvalidArgument)?;
         // SAFETY: an open stream by the caller's promise, and a NUL-terminated text. No lock is held.
         unsafe { libc::fputs(text.as_ptr(), file) };
         Ok(())

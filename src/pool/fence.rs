@@ -96,14 +96,19 @@ impl Fences {
 
     /// Events recorded so far, and host waits.
     pub fn counts(&self) -> (u64, u64) {
-        (self.recorded.load(Ordering::Relaxed), self.waited.load(Ordering::Relaxed))
+        (
+            self.recorded.load(Ordering::Relaxed),
+            self.waited.load(Ordering::Relaxed),
+        )
     }
 
     /// Closes the open epoch: records an event that covers every stamp handed out so far. Does nothing when all are covered,
     /// or where the driver has no such event. Must not be called while a stream of the context is being captured: the driver
     /// answers 900 and the capture is lost.
     pub fn close(&self) -> CuResult<()> {
-        if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire) || !self.driver.has_ctx_fences() {
+        if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire)
+            || !self.driver.has_ctx_fences()
+        {
             return Ok(());
         }
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
@@ -131,7 +136,9 @@ impl Fences {
     /// Asks the driver which recorded events are done, oldest first, until one is not.
     pub fn poll(&self) -> CuResult<()> {
         loop {
-            let Some((epoch, event)) = self.pending.lock().take(0) else { return Ok(()) };
+            let Some((epoch, event)) = self.pending.lock().take(0) else {
+                return Ok(());
+            };
             match self.driver.event_query(event) {
                 Ok(true) => self.retire(epoch, event),
                 other => {
@@ -200,8 +207,12 @@ impl Fences {
         let events = {
             let mut events = self.pending.lock();
             events.dead = true;
-            let pending = std::mem::take(&mut events.pending).into_iter().map(|(_, event)| event);
-            pending.chain(std::mem::take(&mut events.spare)).collect::<Vec<_>>()
+            let pending = std::mem::take(&mut events.pending)
+                .into_iter()
+                .map(|(_, event)| event);
+            pending
+                .chain(std::mem::take(&mut events.spare))
+                .collect::<Vec<_>>()
         };
         for event in events {
             if let Err(e) = self.driver.event_destroy(event) {
@@ -237,4 +248,3 @@ impl Fences {
         }
     }
 }
-

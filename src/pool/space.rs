@@ -60,8 +60,17 @@ struct Block {
     state: State,
 }
 
-const VACANT: Block =
-    Block { addr: 0, size: 0, left: NIL, right: NIL, prev: NIL, next: NIL, stamp: 0, owner: 0, state: State::Vacant };
+const VACANT: Block = Block {
+    addr: 0,
+    size: 0,
+    left: NIL,
+    right: NIL,
+    prev: NIL,
+    next: NIL,
+    stamp: 0,
+    owner: 0,
+    state: State::Vacant,
+};
 
 /// The free blocks of one owner, by size class.
 struct Owner {
@@ -77,7 +86,15 @@ struct Owner {
 impl Owner {
     fn new() -> Owner {
         let heads = Box::new([[NIL; SUB]; TOP]);
-        Owner { used: true, top: 0, sub: [0; TOP], heads, free: 0, live: 0, cached: 0 }
+        Owner {
+            used: true,
+            top: 0,
+            sub: [0; TOP],
+            heads,
+            free: 0,
+            live: 0,
+            cached: 0,
+        }
     }
 
     fn bytes(&mut self, state: State) -> &mut usize {
@@ -94,11 +111,19 @@ impl Owner {
         if top >= TOP {
             return None;
         }
-        let here = if sub < SUB { self.sub[top] & (!0u16 << sub) } else { 0 };
+        let here = if sub < SUB {
+            self.sub[top] & (!0u16 << sub)
+        } else {
+            0
+        };
         if here != 0 {
             return Some((top, here.trailing_zeros() as usize));
         }
-        let above = if top + 1 < 64 { self.top & (!0u64 << (top + 1)) } else { 0 };
+        let above = if top + 1 < 64 {
+            self.top & (!0u64 << (top + 1))
+        } else {
+            0
+        };
         (above != 0).then(|| {
             let t = above.trailing_zeros() as usize;
             (t, self.sub[t].trailing_zeros() as usize)
@@ -110,7 +135,11 @@ impl Owner {
 fn class_of(size: usize) -> (usize, usize) {
     let granules = size / GRANULE;
     let top = granules.ilog2();
-    let sub = if top >= SUB_BITS { (granules >> (top - SUB_BITS)) & (SUB - 1) } else { (granules << (SUB_BITS - top)) & (SUB - 1) };
+    let sub = if top >= SUB_BITS {
+        (granules >> (top - SUB_BITS)) & (SUB - 1)
+    } else {
+        (granules << (SUB_BITS - top)) & (SUB - 1)
+    };
     (top as usize, sub)
 }
 
@@ -128,7 +157,9 @@ impl Hasher for AddrHasher {
         }
     }
     fn write_u64(&mut self, n: u64) {
-        self.0 = (self.0 ^ (n >> 9)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(26);
+        self.0 = (self.0 ^ (n >> 9))
+            .wrapping_mul(0x9E37_79B9_7F4A_7C15)
+            .rotate_left(26);
     }
 }
 
@@ -172,7 +203,10 @@ impl Space {
 
     /// The owner must own no bytes.
     pub fn remove_owner(&mut self, o: OwnerId) {
-        assert!(self.owns_nothing(o), "an owner that still owns memory was removed");
+        assert!(
+            self.owns_nothing(o),
+            "an owner that still owns memory was removed"
+        );
         self.owners[o as usize].used = false;
     }
 
@@ -288,12 +322,20 @@ impl Space {
         }
         let top = owner.top.ilog2() as usize;
         let sub = owner.sub[top].ilog2() as usize;
-        self.chain(owner.heads[top][sub]).map(|b| self.size(b)).max().unwrap_or(0)
+        self.chain(owner.heads[top][sub])
+            .map(|b| self.size(b))
+            .max()
+            .unwrap_or(0)
     }
     /// The free blocks of `o`, by address.
     pub fn free_blocks(&self, o: OwnerId) -> Vec<BlockId> {
         let owner = &self.owners[o as usize];
-        let mut out: Vec<BlockId> = owner.heads.iter().flatten().flat_map(|&h| self.chain(h)).collect();
+        let mut out: Vec<BlockId> = owner
+            .heads
+            .iter()
+            .flatten()
+            .flat_map(|&h| self.chain(h))
+            .collect();
         out.sort_unstable_by_key(|&b| self.addr(b));
         out
     }
@@ -312,7 +354,12 @@ impl Space {
 
     /// A block changes its owner; a free one merges with its new owner's free neighbours. Returns the block it is then.
     pub fn set_owner(&mut self, b: BlockId, o: OwnerId) -> BlockId {
-        let Block { state, owner: old, size, .. } = self.blocks[b as usize];
+        let Block {
+            state,
+            owner: old,
+            size,
+            ..
+        } = self.blocks[b as usize];
         if state == State::Free {
             self.unlist(b);
             self.blocks[b as usize].owner = o;
@@ -327,7 +374,9 @@ impl Space {
     /// Cuts a free block: the first part has exactly `size` bytes (a multiple of the granule), the rest is a second free
     /// block of the same owner. The two merge again when either changes.
     pub fn split(&mut self, b: BlockId, size: usize) -> (BlockId, Option<BlockId>) {
-        debug_assert!(self.is_free(b) && size > 0 && size.is_multiple_of(GRANULE) && size <= self.size(b));
+        debug_assert!(
+            self.is_free(b) && size > 0 && size.is_multiple_of(GRANULE) && size <= self.size(b)
+        );
         if self.size(b) == size {
             return (b, None);
         }
@@ -342,8 +391,16 @@ impl Space {
 
     /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule.
     pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId) -> BlockId {
-        debug_assert!(size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64));
-        let b = self.new_block(Block { addr: base, size, owner: o, state: State::Free, ..VACANT });
+        debug_assert!(
+            size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64)
+        );
+        let b = self.new_block(Block {
+            addr: base,
+            size,
+            owner: o,
+            state: State::Free,
+            ..VACANT
+        });
         self.regions.insert(base, (size, b));
         self.list(b);
         b
@@ -392,7 +449,8 @@ impl Space {
         }
         if right != NIL {
             self.blocks[right as usize].left = NIL;
-            self.regions.insert(end, ((start + whole as u64 - end) as usize, right));
+            self.regions
+                .insert(end, ((start + whole as u64 - end) as usize, right));
         }
         Ok(())
     }
@@ -400,7 +458,13 @@ impl Space {
     /// Forgets a region and every block in it, live ones too.
     pub fn forget_region(&mut self, base: u64, size: usize) {
         for b in self.region_blocks(base, size) {
-            let Block { state, owner, size, addr, .. } = self.blocks[b as usize];
+            let Block {
+                state,
+                owner,
+                size,
+                addr,
+                ..
+            } = self.blocks[b as usize];
             if state == State::Free {
                 self.unlist(b);
             } else {
@@ -418,10 +482,19 @@ impl Space {
         let mut out: Vec<(u64, u64, u64)> = Vec::new();
         let mut b = self.regions.get(&base).map_or(NIL, |r| r.1);
         while b != NIL {
-            let Block { addr, size, stamp, state, right, .. } = self.blocks[b as usize];
+            let Block {
+                addr,
+                size,
+                stamp,
+                state,
+                right,
+                ..
+            } = self.blocks[b as usize];
             if state == State::Free {
                 match out.last_mut() {
-                    Some((_, end, latest)) if *end == addr => (*end, *latest) = (addr + size as u64, stamp.max(*latest)),
+                    Some((_, end, latest)) if *end == addr => {
+                        (*end, *latest) = (addr + size as u64, stamp.max(*latest))
+                    }
                     _ => out.push((addr, addr + size as u64, stamp)),
                 }
             }
@@ -436,7 +509,9 @@ impl Space {
     }
 
     fn region_blocks(&self, base: u64, size: usize) -> Vec<BlockId> {
-        let Some(&(whole, first)) = self.regions.get(&base) else { return Vec::new() };
+        let Some(&(whole, first)) = self.regions.get(&base) else {
+            return Vec::new();
+        };
         assert_eq!(whole, size, "a region is forgotten as it stands");
         let mut out = Vec::new();
         let mut b = first;
@@ -468,7 +543,10 @@ impl Space {
     }
 
     fn best_of(&self, head: BlockId, size: usize, scan: usize) -> Option<BlockId> {
-        self.chain(head).take(scan).filter(|&b| self.size(b) >= size).min_by_key(|&b| self.size(b))
+        self.chain(head)
+            .take(scan)
+            .filter(|&b| self.size(b) >= size)
+            .min_by_key(|&b| self.size(b))
     }
 
     fn chain(&self, head: BlockId) -> impl Iterator<Item = BlockId> {
@@ -480,7 +558,14 @@ impl Space {
 
     /// Cuts `b` (in no list) to `size`; the rest is a new block, in no list, to its right.
     fn cut(&mut self, b: BlockId, size: usize) -> BlockId {
-        let Block { addr, size: whole, right, owner, stamp, .. } = self.blocks[b as usize];
+        let Block {
+            addr,
+            size: whole,
+            right,
+            owner,
+            stamp,
+            ..
+        } = self.blocks[b as usize];
         let rest = self.new_block(Block {
             addr: addr + size as u64,
             size: whole - size,
@@ -521,7 +606,9 @@ impl Space {
 
     /// `a` takes in its right neighbour `b`; both are in no list.
     fn absorb(&mut self, a: BlockId, b: BlockId) {
-        let Block { size, right, stamp, .. } = self.blocks[b as usize];
+        let Block {
+            size, right, stamp, ..
+        } = self.blocks[b as usize];
         let into = &mut self.blocks[a as usize];
         into.size += size;
         into.right = right;
@@ -550,7 +637,13 @@ impl Space {
     }
 
     fn unlist(&mut self, b: BlockId) {
-        let Block { size, owner, prev, next, .. } = self.blocks[b as usize];
+        let Block {
+            size,
+            owner,
+            prev,
+            next,
+            ..
+        } = self.blocks[b as usize];
         let (top, sub) = class_of(size);
         let o = &mut self.owners[owner as usize];
         o.free -= size;
@@ -592,6 +685,7 @@ impl Space {
 
     /// Walks everything: regions are covered by their blocks without gap or overlap, lists and bitmaps agree with the
     /// blocks, every byte is counted once. Err says what is wrong.
+    #[cfg(test)]
     pub fn check(&self) -> Result<(), String> {
         let mut seen = vec![(0usize, 0usize, 0usize); self.owners.len()];
         let (mut count, mut starts, mut end_before) = (0, 0, 0u64);
@@ -603,8 +697,12 @@ impl Space {
             let (mut at, mut left, mut b) = (base, NIL, first);
             while b != NIL {
                 let k = self.blocks[b as usize];
-                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE) {
-                    return Err(format!("block {b} at {:#x} (size {}) does not follow {at:#x}", k.addr, k.size));
+                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE)
+                {
+                    return Err(format!(
+                        "block {b} at {:#x} (size {}) does not follow {at:#x}",
+                        k.addr, k.size
+                    ));
                 }
                 let sums = &mut seen[k.owner as usize];
                 match k.state {
@@ -616,7 +714,10 @@ impl Space {
                 if k.state != State::Free {
                     starts += 1;
                     if self.starts.get(&k.addr) != Some(&b) {
-                        return Err(format!("block {b} at {:#x} cannot be found by address", k.addr));
+                        return Err(format!(
+                            "block {b} at {:#x} cannot be found by address",
+                            k.addr
+                        ));
                     }
                 }
                 count += 1;
@@ -629,29 +730,39 @@ impl Space {
             }
         }
         if starts != self.starts.len() || count != self.blocks.len() - 1 - self.vacant.len() {
-            return Err(format!("{count} blocks linked, {starts} in use; the tables say otherwise"));
+            return Err(format!(
+                "{count} blocks linked, {starts} in use; the tables say otherwise"
+            ));
         }
         for (i, o) in self.owners.iter().enumerate() {
             let sums = seen[i];
             if (o.free, o.live, o.cached) != sums || (!o.used && sums != (0, 0, 0)) {
-                return Err(format!("owner {i} counts {:?}, its blocks sum to {sums:?}", (o.free, o.live, o.cached)));
+                return Err(format!(
+                    "owner {i} counts {:?}, its blocks sum to {sums:?}",
+                    (o.free, o.live, o.cached)
+                ));
             }
             self.check_lists(i as OwnerId, o)?;
         }
         Ok(())
     }
 
+    #[cfg(test)]
     fn check_lists(&self, i: OwnerId, o: &Owner) -> Result<(), String> {
         let mut listed = 0;
         for (top, row) in o.heads.iter().enumerate() {
             for (sub, &head) in row.iter().enumerate() {
                 if (head != NIL) != (o.sub[top] & (1 << sub) != 0) {
-                    return Err(format!("owner {i}: bitmap and list disagree in class {top}.{sub}"));
+                    return Err(format!(
+                        "owner {i}: bitmap and list disagree in class {top}.{sub}"
+                    ));
                 }
                 for b in self.chain(head) {
                     let k = &self.blocks[b as usize];
                     if k.state != State::Free || k.owner != i || class_of(k.size) != (top, sub) {
-                        return Err(format!("owner {i}: block {b} is listed in class {top}.{sub} wrongly"));
+                        return Err(format!(
+                            "owner {i}: block {b} is listed in class {top}.{sub} wrongly"
+                        ));
                     }
                     listed += k.size;
                 }
@@ -661,7 +772,10 @@ impl Space {
             }
         }
         if listed != o.free {
-            return Err(format!("owner {i}: {listed} bytes listed, {} counted free", o.free));
+            return Err(format!(
+                "owner {i}: {listed} bytes listed, {} counted free",
+                o.free
+            ));
         }
         Ok(())
     }
@@ -731,7 +845,10 @@ mod tests {
         assert!(s.alloc(o, 1 << 62).is_none());
         let b = s.alloc(o, (1 << 40) - 1).unwrap();
         assert_eq!(s.size(b), 1 << 40);
-        assert!(s.remove_region(1 << 40, 1 << 40).is_err(), "a live block keeps its region");
+        assert!(
+            s.remove_region(1 << 40, 1 << 40).is_err(),
+            "a live block keeps its region"
+        );
         s.forget_region(1 << 40, 1 << 40);
         assert!(s.owns_nothing(o));
         s.check().unwrap();
@@ -740,7 +857,13 @@ mod tests {
     #[test]
     fn ranges_can_be_taken_out_of_a_region() {
         let base = 1 << 30;
-        for (skip, size) in [(0, 4096), (0, 16384), (4096, 4096), (12288, 4096), (512, 1024)] {
+        for (skip, size) in [
+            (0, 4096),
+            (0, 16384),
+            (4096, 4096),
+            (12288, 4096),
+            (512, 1024),
+        ] {
             let mut s = Space::new();
             let o = s.add_owner();
             s.add_region(base, 16384, o);
@@ -756,7 +879,13 @@ mod tests {
         let y = s.alloc(a, 4096).unwrap();
         let z = s.alloc(a, 4096).unwrap();
         s.free(y, b, 5);
-        assert_eq!(s.free_runs(base), [(base + 4096, base + 8192, 5), (base + 12288, base + 16384, 0)]);
+        assert_eq!(
+            s.free_runs(base),
+            [
+                (base + 4096, base + 8192, 5),
+                (base + 12288, base + 16384, 0)
+            ]
+        );
         assert!(s.remove_region(base + 4096, 8192).is_err(), "z is live");
         s.free(z, a, 6);
         assert_eq!(s.free_runs(base), [(base + 4096, base + 16384, 6)]);
@@ -784,7 +913,11 @@ mod tests {
                     if let Some(b) = s.alloc(o, size) {
                         let (a, n) = (s.addr(b), s.size(b));
                         assert!(n >= size);
-                        assert!(live.iter().all(|&(_, x, m)| a + n as u64 <= x || x + m as u64 <= a), "overlap");
+                        assert!(
+                            live.iter()
+                                .all(|&(_, x, m)| a + n as u64 <= x || x + m as u64 <= a),
+                            "overlap"
+                        );
                         live.push((b, a, n));
                     } else {
                         assert!(s.largest_free(o) < size, "a block that fits was not found");
@@ -817,6 +950,9 @@ mod tests {
             s.free(b, owners[0], 0);
         }
         s.check().unwrap();
-        assert_eq!(owners.iter().map(|&o| s.free_bytes(o)).sum::<usize>(), 16 << 20);
+        assert_eq!(
+            owners.iter().map(|&o| s.free_bytes(o)).sum::<usize>(),
+            16 << 20
+        );
     }
 }

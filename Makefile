@@ -1,0 +1,98 @@
+# gpupool. `make` alone says what there is.
+SHELL := /bin/bash
+CARGO ?= cargo
+CC ?= gcc
+PREFIX ?= /usr/local
+DESTDIR ?=
+
+RELEASE := target/release
+SIM := target/simcuda
+CBIN := target/c
+CFLAGS_C := -std=c11 -O2 -g -Wall -Wextra -Werror
+SIM_INC := -Itests/simcuda/include
+RUN_SIM := LD_LIBRARY_PATH=$(CURDIR)/$(SIM):$(CURDIR)/$(RELEASE)
+PROGRAMS := driver_facts cnmem_contract pool_contract quickstart caffe_train torch_swap
+# A real runtime to compile the demo against: CUDA_HOME, else where nvcc is.
+CUDA_HOME ?= $(shell n=$$(command -v nvcc) && dirname $$(dirname $$(readlink -f $$n)))
+
+.PHONY: help build demo test check headers install gpu-check gpu-bundle clean c-programs simcuda
+help:
+	@echo "make demo        build everything, then train on bare cudaMalloc and on the pool; on a GPU if there is one"
+	@echo "make test        all tests, on simcuda: no GPU is needed"
+	@echo "make check       format, lints, header drift, all tests and examples: what must pass before a commit"
+	@echo "make build       libgpupool, simcuda and the C programs"
+	@echo "make headers     write include/*.h anew"
+	@echo "make install     PREFIX=$(PREFIX) DESTDIR="
+	@echo "make gpu-bundle  what a GPU machine without Rust needs, in target/gpu-bundle"
+	@echo "make gpu-check   run the bundle here: needs a GPU, CUDA's toolkit and gcc"
+	@echo "make clean"
+
+build: $(RELEASE)/libgpupool.so.0 simcuda c-programs
+
+$(RELEASE)/libgpupool.so.0: FORCE
+	$(CARGO) build --release -p gpupool
+	@cd $(RELEASE) && ln -sf libgpupool.so libgpupool.so.0 && ln -sf libgpupool.so libcnmem.so.1
+FORCE:
+
+simcuda:
+	$(CARGO) build -p simcuda-driver -p simcuda-runtime
+	@mkdir -p $(SIM) && cp -u target/debug/libsimcuda_driver.so $(SIM)/libcuda.so.1 \
+	  && cp -u target/debug/libsimcuda_runtime.so $(SIM)/libcudart.so.13 && cp -u target/debug/libsimcuda_runtime.a $(SIM)/libcudart_static.a \
+	  && cd $(SIM) && ln -sf libcudart.so.13 libcudart.so.12 && ln -sf libcudart.so.13 libcudart.so
+
+c-programs: $(PROGRAMS:%=$(CBIN)/%) $(CBIN)/static_runtime
+$(CBIN)/%: tests/c/%.c tests/c/check.h include/cnmem.h include/gpupool.h | simcuda $(RELEASE)/libgpupool.so.0
+	@mkdir -p $(CBIN)
+	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lgpupool -lcudart -ldl -lpthread
+$(CBIN)/%: c_examples/%.c include/cnmem.h include/gpupool.h | simcuda $(RELEASE)/libgpupool.so.0
+	@mkdir -p $(CBIN)
+	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lgpupool -lcudart -ldl -lpthread
+# The static runtime: the same program, without libcudart.so.
+$(CBIN)/static_runtime: c_examples/quickstart.c include/cnmem.h | simcuda $(RELEASE)/libgpupool.so.0
+	@mkdir -p $(CBIN)
+	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(RELEASE) -lgpupool $(SIM)/libcudart_static.a -ldl -lpthread -lm
+
+# On a GPU when the driver sees one and there is a toolkit to compile against; else on simcuda.
+demo: build
+	@if nvidia-smi -L >/dev/null 2>&1 && [ -n "$(CUDA_HOME)" ] && [ -e "$(CUDA_HOME)/include/cuda_runtime_api.h" ]; then \
+	  echo "demo: on the GPU ($$(nvidia-smi -L | head -1))"; \
+	  $(CC) $(CFLAGS_C) -I$(CUDA_HOME)/include -Iinclude c_examples/caffe_train.c -o $(CBIN)/caffe_train_gpu -L$(CUDA_HOME)/lib64 -L$(RELEASE) -lgpupool -lcudart \
+	  && LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE):$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(CBIN)/caffe_train_gpu 128 --iterations 200; \
+	else \
+	  echo "demo: no GPU with a CUDA toolkit here; on simcuda, whose costs are not a GPU's"; \
+	  $(RUN_SIM) $(CBIN)/caffe_train 4 --iterations 20; \
+	fi
+
+test: build
+	$(RUN_SIM) $(CARGO) test -p gpupool -p simcuda-driver -p simcuda-runtime
+
+check: build
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	$(MAKE) test
+
+headers:
+	$(CARGO) build --release -p gpupool
+	@mkdir -p include && for h in cnmem gpupool; do cp "$$(ls -t $(RELEASE)/build/gpupool-*/out/$$h.h | head -1)" include/$$h.h; done
+
+install: $(RELEASE)/libgpupool.so.0
+	install -d $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/include
+	install -m 755 $(RELEASE)/libgpupool.so $(DESTDIR)$(PREFIX)/lib/libgpupool.so.0
+	ln -sf libgpupool.so.0 $(DESTDIR)$(PREFIX)/lib/libgpupool.so
+	ln -sf libgpupool.so.0 $(DESTDIR)$(PREFIX)/lib/libcnmem.so.1
+	install -m 644 include/cnmem.h include/gpupool.h $(DESTDIR)$(PREFIX)/include/
+	printf 'prefix=%s\nlibdir=$${prefix}/lib\nincludedir=$${prefix}/include\n\nName: gpupool\nDescription: caching allocator for CUDA memory\nVersion: 0.1.0\nLibs: -L$${libdir} -lgpupool\nCflags: -I$${includedir}\n' '$(PREFIX)' \
+	  > $(DESTDIR)$(PREFIX)/lib/pkgconfig/gpupool.pc
+
+gpu-bundle: $(RELEASE)/libgpupool.so.0
+	@rm -rf target/gpu-bundle && mkdir -p target/gpu-bundle
+	@cp -r include tests/c c_examples tests/gpu/run.sh target/gpu-bundle/
+	@cp $(RELEASE)/libgpupool.so target/gpu-bundle/libgpupool.so.0 && strip --strip-debug target/gpu-bundle/libgpupool.so.0 \
+	  && cd target/gpu-bundle && ln -sf libgpupool.so.0 libgpupool.so && ln -sf libgpupool.so.0 libcnmem.so.1
+	@du -sh target/gpu-bundle
+
+gpu-check: gpu-bundle
+	target/gpu-bundle/run.sh
+
+clean:
+	$(CARGO) clean
