@@ -118,6 +118,7 @@ functions! {
         ctx_record_event = "cuCtxRecordEvent" (Ctx, RawEvent);
         ctx_wait_event = "cuCtxWaitEvent" (Ctx, RawEvent);
         stream_get_id = "cuStreamGetId" (RawStream, *mut u64);
+        capture_info = "cuStreamGetCaptureInfo_v2" (RawStream, *mut c_uint, *mut u64, *mut c_void, *mut c_void, *mut c_void);
         prefetch_v2 = "cuMemPrefetchAsync_v2" (u64, usize, Location, c_uint, RawStream);
         prefetch = "cuMemPrefetchAsync" (u64, usize, c_int, RawStream);
         granularity = "cuMemGetAllocationGranularity" (*mut usize, *const Props, c_uint);
@@ -350,6 +351,7 @@ impl Driver {
 
     // ---- streams and events ----
 
+    /// Unique for the life of the process. 900 on a stream that is being captured, which it breaks: ask `capture_id` first.
     pub fn stream_id(&self, s: Stream) -> CuResult<u64> {
         let get_id = self.f.stream_get_id.ok_or(CuError::NOT_SUPPORTED)?;
         out!(u64, |id| get_id(s.0 as RawStream, &mut id))
@@ -366,6 +368,26 @@ impl Driver {
             &mut v
         ));
         status.map(|v| v != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
+    }
+    /// The id of the capture that the stream is in; None when it is in none.
+    pub fn capture_id(&self, s: Stream) -> CuResult<Option<u64>> {
+        if !self.stream_is_capturing(s)? {
+            return Ok(None);
+        }
+        let Some(info) = self.f.capture_info else {
+            return Ok(Some(s.0 as u64));
+        };
+        let (mut status, mut id) = (0, 0);
+        let none = std::ptr::null_mut();
+        call!(info(
+            s.0 as RawStream,
+            &mut status,
+            &mut id,
+            none,
+            none,
+            none
+        ))?;
+        Ok(Some(id))
     }
     /// An event of the current context, without timing.
     pub fn event_create(&self) -> CuResult<Event> {

@@ -67,8 +67,8 @@ struct Books {
 #[derive(Clone, Copy)]
 struct Manager {
     stream: Stream,
-    /// Tells a new stream under an old handle; 0 where streams have no ids.
-    stream_id: u64,
+    /// Tells a new stream under an old handle; None until it was seen.
+    stream_id: Option<u64>,
     ready: OwnerId,
     parked: OwnerId,
 }
@@ -412,11 +412,20 @@ impl Drop for Device {
     }
 }
 
-fn stream_id(driver: &Driver, s: Stream) -> Result<u64, Error> {
-    if is_null(s) || !driver.has_stream_id() {
-        return Ok(0);
+/// None where it cannot be told: for the NULL stream, a stream being captured, and drivers without ids.
+fn stream_id(driver: &Driver, s: Stream) -> Result<Option<u64>, Error> {
+    if is_null(s)
+        || !driver.has_stream_id()
+        || driver
+            .stream_is_capturing(s)
+            .map_err(|_| Error::InvalidArgument)?
+    {
+        return Ok(None);
     }
-    driver.stream_id(s).map_err(|_| Error::InvalidArgument)
+    driver
+        .stream_id(s)
+        .map(Some)
+        .map_err(|_| Error::InvalidArgument)
 }
 
 fn is_null(s: Stream) -> bool {
@@ -454,11 +463,13 @@ impl Books {
 
     /// A stream that has another id than the manager knew is a new one under an old handle: what was freed on the old one is
     /// not in its order.
-    fn notice(&mut self, m: usize, id: u64) {
-        if self.managers[m].stream_id == id {
+    fn notice(&mut self, m: usize, id: Option<u64>) {
+        if id.is_none() || self.managers[m].stream_id == id {
             return;
         }
-        self.managers[m].stream_id = id;
+        if std::mem::replace(&mut self.managers[m].stream_id, id).is_none() {
+            return;
+        }
         let Manager { ready, parked, .. } = self.managers[m];
         for b in self.space.free_blocks(ready) {
             self.space.set_owner(b, parked);

@@ -21,7 +21,8 @@
 //! is short.
 //!
 //! Streams are told apart by id, never by handle: a destroyed stream's handle comes back for the next stream created, while
-//! the old work may still run.
+//! the old work may still run. A stream being captured has no id that can be asked for; it counts as a stream of its own, by
+//! the capture's id, and what is freed there stays with that capture: the graph's launches will use it again.
 //!
 //! # Locks
 //! One mutex a pool guards the bookkeeping; it is never held across a driver call. Ranks, outermost first: registry, pool,
@@ -54,6 +55,10 @@ const SEGMENT: (usize, usize) = (2 * MIB, 32 * MIB);
 const CACHED_FLOOR: usize = 16 * MIB;
 /// With this many events not yet done, another one says nothing new.
 const MAX_PENDING: usize = 16;
+/// Set in the key of a stream that is being captured.
+const CAPTURE: u64 = 1 << 62;
+/// The stamp of memory freed in a capture: it never finishes, for the graph may be launched again.
+const NEVER: u64 = u64::MAX;
 /// How often an allocation that the driver refuses is tried again while other threads give memory back.
 const RETRIES: usize = 64;
 
@@ -402,7 +407,11 @@ impl Pool {
         }
         let key = self.stream_key(s)?;
         let mut inner = self.inner.lock();
-        let stamp = self.fences.stamp();
+        let stamp = if key & CAPTURE != 0 {
+            NEVER
+        } else {
+            self.fences.stamp()
+        };
         let (b, size, domain) = inner.freed(p)?;
         if inner
             .recorded
@@ -560,6 +569,9 @@ impl Pool {
         } else {
             None
         };
+        if let Some(capture) = self.driver.capture_id(s)? {
+            return Ok(capture | CAPTURE);
+        }
         // +1 keeps clear of the legacy key.
         Ok(self.driver.stream_id(s)?.wrapping_add(1))
     }

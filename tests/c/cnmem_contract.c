@@ -101,9 +101,8 @@ static void accounting(void) {
 }
 
 static void children(void) {
-  size_t before = device_free();
   cudaStream_t s[2] = {new_stream(), new_stream()}, stranger = new_stream();
-  size_t sizes[2] = {2048, 1800};
+  size_t before = device_free(), sizes[2] = {2048, 1800};
   void *p = NULL, *q = NULL;
   size_t f, t;
   EQ(init(4096, 2, s, sizes, CNMEM_FLAGS_CANNOT_GROW | CNMEM_FLAGS_CANNOT_STEAL), OK);
@@ -240,8 +239,8 @@ static void threads(void) {
   struct worker w[8];
   pthread_t t[8];
   cudaStream_t s[4];
-  size_t before = device_free();
   for (int i = 0; i < 4; i++) s[i] = new_stream();
+  size_t before = device_free();
   EQ(init(64 * MB, 4, s, NULL, 0), OK);
   for (int i = 0; i < 8; i++) {
     w[i] = (struct worker){i < 4 ? s[i] : NULL, (unsigned)i + 1, 0};

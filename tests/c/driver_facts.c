@@ -301,6 +301,79 @@ static void captures(void) {
   MUST(cudaEventDestroy(e));
 }
 
+/* What a pool calls while somebody captures, with the thread's own mode exchanged for the relaxed one: none of it fails or
+ * breaks the capture, but for cuStreamGetId on the very stream that is captured. */
+static void captures_beside_a_pool(void) {
+  static const char *const NAMES[] = {"cuStreamGetCtx", "cuStreamGetId", "cuCtxGetId", "cuStreamIsCapturing", "cuStreamIsCapturing(legacy)",
+                                      "cuEventQuery", "cuEventCreate", "cuMemAlloc", "cuMemCreate", "cuMemMap", "cuMemSetAccess",
+                                      "cuMemUnmap", "cuMemRelease", "cuMemFree", "cuStreamGetCaptureInfo_v2"};
+  CUresult (*Create)(u64 *, size_t, const CUmemAllocationProp *, u64) = F((u64 *, size_t, const CUmemAllocationProp *, u64), "cuMemCreate");
+  CUresult (*Reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, u64) = F((CUdeviceptr *, size_t, size_t, CUdeviceptr, u64), "cuMemAddressReserve");
+  CUresult (*Map)(CUdeviceptr, size_t, size_t, u64, u64) = F((CUdeviceptr, size_t, size_t, u64, u64), "cuMemMap");
+  CUresult (*Unmap)(CUdeviceptr, size_t) = F((CUdeviceptr, size_t), "cuMemUnmap");
+  CUresult (*Access)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t) = F((CUdeviceptr, size_t, const CUmemAccessDesc *, size_t), "cuMemSetAccess");
+  CUresult (*Release)(u64) = F((u64), "cuMemRelease");
+  CUresult (*StreamCtx)(CUstream, CUcontext *) = F((CUstream, CUcontext *), "cuStreamGetCtx");
+  CUresult (*CtxId)(CUcontext, u64 *) = F((CUcontext, u64 *), "cuCtxGetId");
+  CUresult (*CaptureInfo)(CUstream, int *, u64 *, void *, void *, void *) = F((CUstream, int *, u64 *, void *, void *, void *), "cuStreamGetCaptureInfo_v2");
+  CUresult (*Capturing)(CUstream, int *) = F((CUstream, int *), "cuStreamIsCapturing");
+  CUmemAllocationProp prop;
+  memset(&prop, 0, sizeof prop);
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  CUmemAccessDesc rw;
+  memset(&rw, 0, sizeof rw);
+  rw.location = prop.location;
+  rw.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+  size_t two = (size_t)2 << 20;
+  CUcontext ctx = NULL;
+  CUdeviceptr va = 0, p = 0;
+  u64 h = 0, id;
+  MUST(CtxCurrent(&ctx));
+  int vmm = Reserve(&va, 64 * two, 0, 0, 0) == 0;
+  cudaStream_t s;
+  cudaEvent_t e, made;
+  MUST(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
+  MUST(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  MUST(cudaEventRecord(e, s));
+  MUST(cudaStreamSynchronize(s));
+  for (int mode = 0; mode < 3; mode++) {
+    for (int call = 0; call < 15; call++) {
+      if (!vmm && call >= 8 && call < 13) continue;
+      cudaGraph_t graph = NULL;
+      enum cudaStreamCaptureMode relaxed = cudaStreamCaptureModeRelaxed;
+      int r = -1, status;
+      MUST(cudaStreamBeginCapture(s, mode));
+      MUST(cudaThreadExchangeStreamCaptureMode(&relaxed));
+      switch (call) {
+      case 0: r = StreamCtx((CUstream)s, &ctx); break;
+      case 1: r = StreamId((CUstream)s, &id); break;
+      case 2: r = CtxId(ctx, &id); break;
+      case 3: r = Capturing((CUstream)s, &status); break;
+      case 4: r = Capturing(CU_STREAM_LEGACY, &status); break;
+      case 5: r = EvQuery((CUevent)e); break;
+      case 6: r = (int)cudaEventCreateWithFlags(&made, cudaEventDisableTiming); break;
+      case 7: r = Alloc(&p, 4096); break;
+      case 8: r = Create(&h, two, &prop, 0); break;
+      case 9: r = Map(va, two, 0, h, 0); break;
+      case 10: r = Access(va, two, &rw, 1); break;
+      case 11: r = Unmap(va, two); break;
+      case 12: r = Release(h); break;
+      case 13: r = Free(p); break;
+      case 14: r = CaptureInfo((CUstream)s, &status, &id, NULL, NULL, NULL); break;
+      }
+      MUST(cudaThreadExchangeStreamCaptureMode(&relaxed));
+      int end = cudaStreamEndCapture(s, &graph);
+      int good = call == 1 ? r == 900 && end == 901 : r == 0 && end == 0;
+      if (!good) printf("%s in a capture of mode %d: %d, and the capture ends with %d\n", NAMES[call], mode, r, end);
+      CHECK(good);
+      if (graph) cudaGraphDestroy(graph);
+      cudaGetLastError();
+    }
+  }
+  MUST(cudaStreamDestroy(s));
+}
+
 static void addresses(void) {
   static const struct { const char *base; int version, flags; const char *name; } T[] = {
       {"cuMemAlloc", 2000, 0, "cuMemAlloc"},        {"cuMemAlloc", 3020, 0, "cuMemAlloc_v2"},
@@ -366,6 +439,7 @@ int main(int argc, char **argv) {
   context_fences();
   legacy_events();
   captures();
+  captures_beside_a_pool();
   addresses();
   char again[4200];
   snprintf(again, sizeof again, "%s after-reset > /dev/null", argv[0]);

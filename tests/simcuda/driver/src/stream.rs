@@ -123,8 +123,11 @@ driver_fns! {
     }
 
     fn cuStreamGetId | cuStreamGetId_ptsz(stream: usize, id: *mut u64), null => {
-        let found = state().stream(stream, null)?.id;
-        write(id, found)
+        let mut st = state();
+        let stream = st.stream(stream, null)?;
+        // A real driver refuses this on a stream being captured, in every mode, and the capture is lost (seen on an H200).
+        capture::refuse_on_stream(&st, &stream)?;
+        write(id, stream.id)
     }
 
     fn cuStreamGetCtx | cuStreamGetCtx_ptsz(stream: usize, context: *mut usize), null => {
