@@ -1,0 +1,170 @@
+//! Every C program of `tests/c` and `c_examples`, on simcuda. `make` builds them.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Runs target/c/`name`; it must exit with `code`. Returns what it printed.
+fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
+    let mut c = Command::new("timeout");
+    c.arg("120")
+        .arg(root.join("target/c").join(name))
+        .args(args)
+        .env("LD_LIBRARY_PATH", libraries);
+    c.envs(env.iter().copied());
+    let out = c.output().expect("make build makes target/c");
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
+    );
+    assert_eq!(
+        out.status.code(),
+        Some(code),
+        "{name} {args:?} {env:?}\n{text}"
+    );
+    print!("{name}: {text}");
+    text
+}
+
+/// A program that ends in `N passed, N failed`: it must have checked something.
+fn checks(name: &str, env: &[(&str, &str)]) {
+    let text = program(name, &[], env, 0);
+    let passed = text
+        .lines()
+        .last()
+        .and_then(|l| l.split(' ').next())
+        .and_then(|n| n.parse::<u32>().ok());
+    assert!(
+        passed.is_some_and(|n| n > 50),
+        "{name} checked too little:\n{text}"
+    );
+}
+
+#[test]
+fn the_driver_answers_as_a_real_one() {
+    checks("driver_facts", &[]);
+}
+
+#[test]
+fn the_cnmem_door_keeps_its_contract() {
+    checks("cnmem_contract", &[]);
+    checks("cnmem_contract", &[("SIMCUDA_DEVICES", "1")]);
+    checks("cnmem_contract", &[("SIMCUDA_VMM", "0")]);
+    checks("cnmem_contract", &[("GPUPOOL_BACKING", "malloc")]);
+    checks("cnmem_contract", &[("SIMCUDA_DRIVER", "12040")]);
+}
+
+#[test]
+fn the_gpupool_door_keeps_its_contract() {
+    checks("pool_contract", &[]);
+    checks("pool_contract", &[("SIMCUDA_VMM", "0")]);
+    checks("pool_contract", &[("GPUPOOL_BACKING", "malloc")]);
+    checks("pool_contract", &[("SIMCUDA_DRIVER", "12040")]);
+    checks(
+        "pool_contract",
+        &[
+            ("GPUPOOL_BIN_GROWTH", "8"),
+            ("GPUPOOL_BIN_STEPS", "1"),
+            ("GPUPOOL_BIN_MAX", "2m"),
+        ],
+    );
+    checks("pool_contract", &[("GPUPOOL_MAX_CACHED", "0")]);
+}
+
+#[test]
+fn quickstart_runs_with_the_shared_and_the_static_runtime() {
+    assert!(program("quickstart", &[], &[], 0).contains("bytes free"));
+    assert!(program("static_runtime", &[], &[], 0).contains("bytes free"));
+    program("quickstart", &["--help"], &[], 0);
+    program("quickstart", &[], &[("SIMCUDA_DEVICES", "0")], 1);
+}
+
+#[test]
+fn caffe_train_prints_both_runs_and_their_ratio() {
+    let text = program("caffe_train", &["2", "--iterations", "4"], &[], 0);
+    for part in [
+        "bare cudaMalloc",
+        "gpupool (cnmem)",
+        "speed-up:",
+        "simulated",
+    ] {
+        assert!(text.contains(part), "{part} is missing:\n{text}");
+    }
+    assert!(
+        program(
+            "caffe_train",
+            &["2", "--iterations", "2", "--mode", "pool", "--grow"],
+            &[],
+            0
+        )
+        .contains("gpupool")
+    );
+    program("caffe_train", &["--help"], &[], 0);
+    program("caffe_train", &["0"], &[], 2);
+}
+
+#[test]
+fn torch_swap_frees_every_storage_where_it_came_from() {
+    assert!(program("torch_swap", &[], &[], 0).contains("every storage went back"));
+    program("torch_swap", &["/nowhere/libgpupool.so"], &[], 1);
+}
+
+#[test]
+fn a_bad_setting_warns_once_and_nothing_else_is_printed() {
+    let quiet = program("quickstart", &[], &[], 0);
+    assert!(!quiet.contains("gpupool:"), "{quiet}");
+    let text = program("quickstart", &[], &[("GPUPOOL_BIN_STEPS", "many")], 0);
+    assert_eq!(text.matches("GPUPOOL_BIN_STEPS=many").count(), 1, "{text}");
+}
+
+/// One driver call after another fails; the program may report an error, but must neither crash nor hang.
+#[test]
+fn a_fault_at_any_driver_call_is_an_error_and_no_more() {
+    for call in [
+        "cuInit",
+        "cuDevicePrimaryCtxRetain",
+        "cuMemAddressReserve",
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemUnmap",
+        "cuMemRelease",
+        "cuStreamGetId",
+        "cuCtxRecordEvent",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuEventSynchronize",
+        "cuStreamIsCapturing",
+        "cuCtxGetId",
+        "cuStreamGetCtx",
+        "cuMemGetInfo",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuMemGetAllocationGranularity",
+        "cuCtxSynchronize",
+    ] {
+        for nth in 1..=2 {
+            for code in ["2", "999"] {
+                let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+                let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
+                for name in ["quickstart", "torch_swap"] {
+                    let mut c = Command::new("timeout");
+                    c.arg("60")
+                        .arg(root.join("target/c").join(name))
+                        .env("LD_LIBRARY_PATH", &libraries);
+                    let out = c
+                        .env("SIMCUDA_FAIL", format!("{call}:{nth}:{code}"))
+                        .output()
+                        .unwrap();
+                    let status = out.status.code();
+                    assert!(
+                        matches!(status, Some(0..=1)),
+                        "{name} with {call}:{nth}:{code} ended with {:?}",
+                        out.status
+                    );
+                }
+            }
+        }
+    }
+}
