@@ -93,6 +93,17 @@ impl Sim {
         assert_eq!(unsafe { memset(p, value, size, s.0 as Raw) }, 0);
     }
 
+    /// Pinned memory, never freed: copies into other host memory wait for their stream, and would hide late work.
+    pub fn pinned(&self, size: usize) -> *mut u8 {
+        let mut p: *mut u8 = std::ptr::null_mut();
+        // SAFETY: the driver's signature.
+        let alloc: unsafe extern "C" fn(*mut *mut u8, usize) -> c_uint =
+            unsafe { std::mem::transmute(self.symbol("cuMemAllocHost_v2")) };
+        // SAFETY: the pointer is to a live value.
+        assert_eq!(unsafe { alloc(&mut p, size) }, 0);
+        p
+    }
+
     /// Copies from the device in stream order; `to` is written when the stream gets there.
     pub fn copy_to_host(&self, to: *mut u8, from: u64, size: usize, s: Stream) {
         self.driver.memcpy_async(to as u64, from, size, s).unwrap();
