@@ -148,8 +148,8 @@ int gpupoolRecordStream(void *ptr,
                         cudaStream_t stream);
 
 /*
- Gives idle memory of the current context's pool back to the driver until at most `keep` bytes are held. Never waits for the
- device: memory whose work is not finished stays. Returns 0 or a `cudaError_t`.
+ Gives idle memory of the current context's pool back to the driver until at most `keep` bytes are held; memory whose work is
+ not finished stays. Waits for the device only before CUDA 12.5. Returns 0 or a `cudaError_t`.
  */
 int gpupoolTrim(size_t keep);
 

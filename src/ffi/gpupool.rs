@@ -125,8 +125,8 @@ pub unsafe extern "C" fn gpupoolRecordStream(ptr: *mut c_void, stream: cudaStrea
     })
 }
 
-/// Gives idle memory of the current context's pool back to the driver until at most `keep` bytes are held. Never waits for the
-/// device: memory whose work is not finished stays. Returns 0 or a `cudaError_t`.
+/// Gives idle memory of the current context's pool back to the driver until at most `keep` bytes are held; memory whose work is
+/// not finished stays. Waits for the device only before CUDA 12.5. Returns 0 or a `cudaError_t`.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpupoolTrim(keep: usize) -> c_int {
     guard(UNKNOWN, || {

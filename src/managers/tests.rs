@@ -154,7 +154,8 @@ fn memory_moves_between_managers_by_the_rules() {
     let q = d.malloc(8192, a).unwrap();
     assert_eq!(d.info(a), Ok((0, 9216)));
     d.check().unwrap();
-    (d.free(p, a).unwrap(), d.free(q, a).unwrap());
+    d.free(p, a).unwrap();
+    d.free(q, a).unwrap();
     // Bounded, nothing to take: out of memory.
     let fixed = Rules {
         cannot_grow: true,
@@ -172,7 +173,8 @@ fn memory_moves_between_managers_by_the_rules() {
     let p = d.malloc(2048, a).unwrap();
     let q = d.malloc(1024, a).unwrap();
     assert_eq!((d.info(a), d.info(b)), (Ok((0, 3072)), Ok((1024, 1024))));
-    (d.free(p, a).unwrap(), d.free(q, a).unwrap());
+    d.free(p, a).unwrap();
+    d.free(q, a).unwrap();
     let all = d.malloc(4096, b).expect("side by side, of three owners");
     assert_eq!(d.info(b), Ok((0, 4096)));
     d.free(all, b).unwrap();

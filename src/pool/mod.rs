@@ -471,9 +471,20 @@ impl Pool {
 
     // ---- giving back ----
 
-    /// Gives idle memory back to the driver until at most `keep` bytes are held. Never waits for the device. Returns the
+    /// Gives idle memory back to the driver until at most `keep` bytes are held; memory whose work is not finished stays.
+    /// Waits for the device only where the driver has no other way to tell what has finished (before CUDA 12.5). Returns the
     /// bytes given back.
     pub fn trim(&self, keep: usize) -> Result<usize, Error> {
+        let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
+        if !self.capturing(Stream::LEGACY) {
+            let settled = if self.driver.has_ctx_fences() {
+                self.fences.close()
+            } else {
+                self.fences.wait(self.fences.stamp())
+            };
+            // An error means that less is known to be finished, and less goes back.
+            settled.unwrap_or_else(|e| log::debug!("trim: {e:?}"));
+        }
         self.release_idle(keep)
     }
 
