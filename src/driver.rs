@@ -94,6 +94,7 @@ functions! {
         device_count = "cuDeviceGetCount" (*mut c_int);
         device_total = "cuDeviceTotalMem_v2" (*mut usize, c_int);
         device_attribute = "cuDeviceGetAttribute" (*mut c_int, c_uint, c_int);
+        can_access_peer = "cuDeviceCanAccessPeer" (*mut c_int, c_int, c_int);
         ctx_get_current = "cuCtxGetCurrent" (*mut Ctx);
         ctx_set_current = "cuCtxSetCurrent" (Ctx);
         ctx_get_device = "cuCtxGetDevice" (*mut c_int);
@@ -262,6 +263,13 @@ impl Driver {
     }
     fn has(&self, attribute: DeviceAttribute, ordinal: i32) -> bool {
         self.attribute(attribute, ordinal).is_ok_and(|v| v != 0)
+    }
+    /// Whether kernels of `peer` can reach memory of `ordinal`.
+    pub fn can_access_peer(&self, peer: i32, ordinal: i32) -> bool {
+        out!(c_int, |can| (self.f.can_access_peer)(
+            &mut can, peer, ordinal
+        ))
+        .is_ok_and(|can| can != 0)
     }
     pub fn vmm_supported(&self, ordinal: i32) -> bool {
         let f = &self.f;

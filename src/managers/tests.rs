@@ -256,7 +256,7 @@ fn random_operations_end_with_nothing_held() {
     let ops: u64 = std::env::var("GPUPOOL_STRESS_OPS")
         .ok()
         .and_then(|v| v.parse().ok())
-        .unwrap_or(200_000);
+        .unwrap_or(1_000_000);
     let before = [free_bytes(&sim, 0), free_bytes(&sim, 1)];
     let streams: Vec<Vec<Stream>> = (0..2)
         .map(|o| {

@@ -30,6 +30,9 @@ pub struct VmmSource {
     page_max: usize,
     /// Bytes of the device.
     total: usize,
+    /// Who may reach the memory: the device itself, then its peers. `cudaDeviceEnablePeerAccess` opens only `cuMemAlloc`'s
+    /// memory, so pages are open to every device that could be a peer, enabled before or after.
+    readers: Vec<i32>,
     ranges: &'static Mutex<Ranges>,
 }
 
@@ -53,12 +56,16 @@ pub fn vmm(driver: &'static Driver, ordinal: i32) -> CuResult<VmmSource> {
             *reserved.entry(ordinal).or_insert_with(mine)
         }
     };
+    let peers = (0..driver.device_count()?)
+        .filter(|&peer| peer != ordinal && driver.can_access_peer(peer, ordinal));
+    let readers = std::iter::once(ordinal).chain(peers).collect();
     Ok(VmmSource {
         driver,
         ordinal,
         granularity,
         page_max,
         total,
+        readers,
         ranges,
     })
 }
@@ -96,7 +103,17 @@ impl VmmSource {
             parts.push((handle, page));
             done += page;
         }
-        self.driver.page_access(base, size, &[self.ordinal])
+        match self.driver.page_access(base, size, &self.readers) {
+            // A peer may refuse; the device's own memory must not fail for that.
+            Err(e) if self.readers.len() > 1 && e != CuError::OUT_OF_MEMORY => {
+                log::debug!(
+                    "device {}: pages are not open to its peers: {e:?}",
+                    self.ordinal
+                );
+                self.driver.page_access(base, size, &[self.ordinal])
+            }
+            other => other,
+        }
     }
 
     /// Unmaps and releases pages; goes on after an error and tells of the first. Pages that cannot be unmapped keep their

@@ -234,6 +234,41 @@ static void allocator_slots(void) {
   gpupool_torch_free(p, 12345, 0, NULL);
 }
 
+/* E7: what the driver says of a pooled pointer. S4: a peer may use it, whenever access was enabled. */
+static void attributes_and_peers(void) {
+  int count = 0, can = 0;
+  struct cudaPointerAttributes a;
+  void *before = get(MB, NULL), *after = NULL;
+  MUST(cudaPointerGetAttributes(&a, before));
+  EQ(a.type, cudaMemoryTypeDevice);
+  EQ(a.device, 0);
+  MUST(cudaGetDeviceCount(&count));
+  if (count > 1) MUST(cudaDeviceCanAccessPeer(&can, 1, 0));
+  if (!can) {
+    SKIP("peer access: there is no second device that could be a peer");
+    EQ(gpupoolFree(before, NULL), 0);
+    return;
+  }
+  MUST(cudaSetDevice(1));
+  MUST(cudaDeviceEnablePeerAccess(0, 0));
+  MUST(cudaSetDevice(0));
+  after = get(40 * MB, NULL);
+  MUST(cudaSetDevice(1));
+  cudaStream_t s = new_stream();
+  MUST(cudaMemsetAsync(before, 3, MB, s));
+  MUST(cudaMemsetAsync(after, 4, 40 * MB, s));
+  MUST(cudaStreamSynchronize(s));
+  /* A free of device 0's memory, with device 1 current. */
+  MUST(cudaSetDevice(0));
+  EQ(byte_at(before), 3);
+  EQ(byte_at((char *)after + 40 * MB - 1), 4);
+  MUST(cudaSetDevice(1));
+  EQ(gpupoolFree(before, NULL), 0);
+  EQ(gpupoolFree(after, NULL), 0);
+  MUST(cudaStreamDestroy(s));
+  MUST(cudaSetDevice(0));
+}
+
 /* S8: nothing of the old context is handed out after a reset. */
 static void reset(void) {
   void *p = get(MB, NULL);
@@ -257,6 +292,7 @@ int main(void) {
   giving_back();
   capture();
   allocator_slots();
+  attributes_and_peers();
   limits();
   reset();
   return check_report("pool_contract");
