@@ -57,7 +57,7 @@ pub fn vmm(driver: &'static Driver, ordinal: i32) -> CuResult<VmmSource> {
         }
     };
     let peers = (0..driver.device_count()?)
-        .filter(|&peer| peer != ordinal && driver.can_access_peer(peer, ordinal));
+        .filter(|&peer| peer != ordinal && driver.can_access_peer(peer, ordinal).unwrap_or(false));
     let readers = std::iter::once(ordinal).chain(peers).collect();
     Ok(VmmSource {
         driver,
