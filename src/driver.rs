@@ -265,11 +265,10 @@ impl Driver {
         self.attribute(attribute, ordinal).is_ok_and(|v| v != 0)
     }
     /// Whether kernels of `peer` can reach memory of `ordinal`.
-    pub fn can_access_peer(&self, peer: i32, ordinal: i32) -> bool {
-        out!(c_int, |can| (self.f.can_access_peer)(
-            &mut can, peer, ordinal
-        ))
-        .is_ok_and(|can| can != 0)
+    pub fn can_access_peer(&self, peer: i32, ordinal: i32) -> CuResult<bool> {
+        let mut can = 0;
+        call!((self.f.can_access_peer)(&mut can, peer, ordinal))?;
+        Ok(can != 0)
     }
     pub fn vmm_supported(&self, ordinal: i32) -> bool {
         let f = &self.f;
