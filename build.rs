@@ -10,14 +10,12 @@ fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
 
     let out = std::env::var("OUT_DIR").expect("cargo sets OUT_DIR");
-    for (header, sources) in [
-        ("cnmem", &["src/ffi/cnmem.rs"][..]),
-        ("gpupool", &["src/ffi/gpupool.rs", "src/ffi/torch.rs"][..]),
-    ] {
+    for (header, sources) in
+        [("cnmem", &["src/ffi/cnmem.rs"][..]), ("gpupool", &["src/ffi/gpupool.rs", "src/ffi/torch.rs"][..])]
+    {
         let config_file = format!("cbindgen.{header}.toml");
         println!("cargo:rerun-if-changed={config_file}");
-        let config =
-            cbindgen::Config::from_file(&config_file).expect("a readable cbindgen configuration");
+        let config = cbindgen::Config::from_file(&config_file).expect("a readable cbindgen configuration");
         let mut builder = cbindgen::Builder::new().with_config(config);
         for source in sources {
             println!("cargo:rerun-if-changed={source}");

@@ -15,18 +15,8 @@ pub struct Setting {
     pub meaning: &'static str,
 }
 
-const fn opt(
-    name: &'static str,
-    kind: &'static str,
-    default: &'static str,
-    meaning: &'static str,
-) -> Setting {
-    Setting {
-        name,
-        kind,
-        default,
-        meaning,
-    }
+const fn opt(name: &'static str, kind: &'static str, default: &'static str, meaning: &'static str) -> Setting {
+    Setting { name, kind, default, meaning }
 }
 
 /// Sizes take a suffix: `512`, `64k`, `1m`, `12g` (powers of 1024).
@@ -84,13 +74,7 @@ pub fn get() -> &'static Config {
     static CONFIG: Lazy<Config> = Lazy::new(|| {
         // SAFETY: getauxval reads a number that the kernel left; AT_SECURE is 0 or 1.
         let secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
-        let (config, warnings) = parse(|name| {
-            if secure {
-                None
-            } else {
-                std::env::var(name).ok()
-            }
-        });
+        let (config, warnings) = parse(|name| if secure { None } else { std::env::var(name).ok() });
         warnings.iter().for_each(|w| crate::log::warn_always(w));
         crate::log::init(config.log);
         config
@@ -107,15 +91,8 @@ fn parse(var: impl Fn(&str) -> Option<String>) -> (Config, Vec<String>) {
             continue;
         };
         if set(&mut config, setting.name, text.trim()).is_none() {
-            let Setting {
-                name,
-                kind,
-                default,
-                ..
-            } = setting;
-            warnings.push(format!(
-                "{name}={text} is not taken ({kind}); the default stays: {default}"
-            ));
+            let Setting { name, kind, default, .. } = setting;
+            warnings.push(format!("{name}={text} is not taken ({kind}); the default stays: {default}"));
         }
     }
     if config.bin_min > config.bin_max {
@@ -186,14 +163,8 @@ mod tests {
             ("GPUPOOL_LOG", "debug"),
         ]);
         assert!(w.is_empty(), "{w:?}");
-        assert_eq!(
-            (c.bin_growth, c.bin_steps, c.bin_min, c.bin_max),
-            (8, 1, 4096, 2 << 20)
-        );
-        assert_eq!(
-            (c.max_cached, c.init_percent, c.init_shrink),
-            (Some(12 << 30), 95.0, Some(0.75))
-        );
+        assert_eq!((c.bin_growth, c.bin_steps, c.bin_min, c.bin_max), (8, 1, 4096, 2 << 20));
+        assert_eq!((c.max_cached, c.init_percent, c.init_shrink), (Some(12 << 30), 95.0, Some(0.75)));
         assert_eq!((c.backing, c.log), (Backing::Malloc, LevelFilter::Debug));
     }
 
@@ -207,9 +178,6 @@ mod tests {
                 assert_eq!(format!("{c:?}"), format!("{:?}", Config::default()));
             }
         }
-        assert!(
-            with(&[("GPUPOOL_BIN_GROWTH", "")]).1.is_empty(),
-            "an empty value is no value"
-        );
+        assert!(with(&[("GPUPOOL_BIN_GROWTH", "")]).1.is_empty(), "an empty value is no value");
     }
 }

@@ -207,11 +207,7 @@ fn load() -> CuResult<Driver> {
 }
 
 fn check(code: c_uint) -> CuResult<()> {
-    if code == 0 {
-        Ok(())
-    } else {
-        Err(CuError(code))
-    }
+    if code == 0 { Ok(()) } else { Err(CuError(code)) }
 }
 
 /// Calls a function of the table that fills in one value.
@@ -236,9 +232,7 @@ macro_rules! call {
 impl Driver {
     /// Whether one event can cover, or hold back, every stream of a context (CUDA 12.5).
     pub fn has_ctx_fences(&self) -> bool {
-        self.version >= 12050
-            && self.f.ctx_record_event.is_some()
-            && self.f.ctx_wait_event.is_some()
+        self.version >= 12050 && self.f.ctx_record_event.is_some() && self.f.ctx_wait_event.is_some()
     }
     /// Whether streams have ids (CUDA 12.0).
     pub fn has_stream_id(&self) -> bool {
@@ -255,11 +249,7 @@ impl Driver {
         out!(usize, |n| (self.f.device_total)(&mut n, ordinal))
     }
     pub fn attribute(&self, attribute: DeviceAttribute, ordinal: i32) -> CuResult<i32> {
-        out!(c_int, |v| (self.f.device_attribute)(
-            &mut v,
-            attribute as c_uint,
-            ordinal
-        ))
+        out!(c_int, |v| (self.f.device_attribute)(&mut v, attribute as c_uint, ordinal))
     }
     fn has(&self, attribute: DeviceAttribute, ordinal: i32) -> bool {
         self.attribute(attribute, ordinal).is_ok_and(|v| v != 0)
@@ -275,10 +265,7 @@ impl Driver {
         f.mem_create.is_some()
             && f.mem_map.is_some()
             && f.mem_set_access.is_some()
-            && self.has(
-                DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-                ordinal,
-            )
+            && self.has(DeviceAttribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ordinal)
     }
 
     // ---- contexts ----
@@ -331,11 +318,7 @@ impl Driver {
         call!((self.f.mem_free)(p))
     }
     pub fn mem_alloc_managed(&self, size: usize) -> CuResult<DevicePtr> {
-        out!(u64, |p| (self.f.mem_alloc_managed)(
-            &mut p,
-            size,
-            sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as c_uint
-        ))
+        out!(u64, |p| (self.f.mem_alloc_managed)(&mut p, size, sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as c_uint))
     }
     /// Moves managed memory to the device.
     pub fn mem_prefetch(&self, p: DevicePtr, size: usize, ordinal: i32, s: Stream) -> CuResult<()> {
@@ -346,13 +329,7 @@ impl Driver {
         call!(prefetch(p, size, ordinal, s.0 as RawStream))
     }
     /// Copies in stream order, between any two of device and host.
-    pub fn memcpy_async(
-        &self,
-        to: DevicePtr,
-        from: DevicePtr,
-        size: usize,
-        s: Stream,
-    ) -> CuResult<()> {
+    pub fn memcpy_async(&self, to: DevicePtr, from: DevicePtr, size: usize, s: Stream) -> CuResult<()> {
         call!((self.f.memcpy_async)(to, from, size, s.0 as RawStream))
     }
 
@@ -370,10 +347,7 @@ impl Driver {
     }
     /// 906 for the legacy stream while a blocking stream is being captured.
     pub fn stream_is_capturing(&self, s: Stream) -> CuResult<bool> {
-        let status = out!(c_uint, |v| (self.f.stream_is_capturing)(
-            s.0 as RawStream,
-            &mut v
-        ));
+        let status = out!(c_uint, |v| (self.f.stream_is_capturing)(s.0 as RawStream, &mut v));
         status.map(|v| v != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
     }
     /// The id of the capture that the stream is in; None when it is in none.
@@ -386,23 +360,13 @@ impl Driver {
         };
         let (mut status, mut id) = (0, 0);
         let none = std::ptr::null_mut();
-        call!(info(
-            s.0 as RawStream,
-            &mut status,
-            &mut id,
-            none,
-            none,
-            none
-        ))?;
+        call!(info(s.0 as RawStream, &mut status, &mut id, none, none, none))?;
         Ok(Some(id))
     }
     /// An event of the current context, without timing.
     pub fn event_create(&self) -> CuResult<Event> {
         let mut e: RawEvent = std::ptr::null_mut();
-        call!((self.f.event_create)(
-            &mut e,
-            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint
-        ))?;
+        call!((self.f.event_create)(&mut e, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint))?;
         Ok(Event(e as usize))
     }
     pub fn event_destroy(&self, e: Event) -> CuResult<()> {
@@ -486,14 +450,9 @@ impl Driver {
         let mut props: Props = unsafe { std::mem::zeroed() };
         props.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         props.location = location(ordinal);
-        if shared
-            && self.has(
-                DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
-                ordinal,
-            )
+        if shared && self.has(DeviceAttribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal)
         {
-            props.requestedHandleTypes =
-                sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+            props.requestedHandleTypes = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
         }
         let rdma = DeviceAttribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
         if shared && self.has(rdma, ordinal) {
@@ -504,10 +463,7 @@ impl Driver {
 }
 
 fn location(ordinal: i32) -> Location {
-    Location {
-        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-        id: ordinal,
-    }
+    Location { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal }
 }
 
 /// Lets this thread call what a capture elsewhere forbids (allocations, event queries) for a scope: none of it is part of
@@ -521,10 +477,7 @@ impl RelaxedCapture {
     pub fn enter(driver: &'static Driver) -> RelaxedCapture {
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint;
         let exchanged = call!((driver.f.exchange_capture_mode)(&mut mode));
-        RelaxedCapture {
-            driver,
-            before: exchanged.is_ok().then_some(mode),
-        }
+        RelaxedCapture { driver, before: exchanged.is_ok().then_some(mode) }
     }
 }
 
@@ -550,9 +503,7 @@ impl CurrentContext {
             return Ok(CurrentContext { before: None });
         }
         d.ctx_set_current(Some(ctx))?;
-        Ok(CurrentContext {
-            before: Some(current),
-        })
+        Ok(CurrentContext { before: Some(current) })
     }
 }
 

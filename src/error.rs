@@ -30,14 +30,7 @@ impl Error {
 
 impl From<CuError> for Error {
     fn from(e: CuError) -> Error {
-        if e == CuError::OUT_OF_MEMORY {
-            Error::OutOfMemory {
-                asked: 0,
-                detail: None,
-            }
-        } else {
-            Error::Driver(e)
-        }
+        if e == CuError::OUT_OF_MEMORY { Error::OutOfMemory { asked: 0, detail: None } } else { Error::Driver(e) }
     }
 }
 

@@ -13,12 +13,7 @@ pub fn init(level: LevelFilter) {
     let mut builder = env_logger::Builder::new();
     builder.filter_level(level).format(|out, record| {
         use std::io::Write;
-        writeln!(
-            out,
-            "gpupool: {}: {}",
-            record.level().as_str().to_lowercase(),
-            record.args()
-        )
+        writeln!(out, "gpupool: {}: {}", record.level().as_str().to_lowercase(), record.args())
     });
     let _ = builder.try_init();
 }

@@ -91,12 +91,7 @@ impl Device {
         made
     }
 
-    fn in_context(
-        driver: &'static Driver,
-        request: &Request,
-        rules: Rules,
-        ctx: Context,
-    ) -> Result<Device, Error> {
+    fn in_context(driver: &'static Driver, request: &Request, rules: Rules, ctx: Context) -> Result<Device, Error> {
         let _ctx = CurrentContext::enter(driver, ctx)?;
         let ordinal = request.ordinal;
         let pages = config::get().backing == Backing::Vmm && driver.vmm_supported(ordinal);
@@ -107,14 +102,8 @@ impl Device {
         } else {
             Box::new(source::device(driver, ctx))
         };
-        let too_much = || Error::OutOfMemory {
-            asked: request.size,
-            detail: None,
-        };
-        let children = request
-            .streams
-            .iter()
-            .try_fold(0usize, |sum, s| sum.checked_add(round_up(s.1)?));
+        let too_much = || Error::OutOfMemory { asked: request.size, detail: None };
+        let children = request.streams.iter().try_fold(0usize, |sum, s| sum.checked_add(round_up(s.1)?));
         let children = children.ok_or_else(too_much)?;
         let chosen = match request.size {
             0 => (driver.mem_info()?.0 as f64 * config::get().init_percent / 100.0) as usize,
@@ -150,14 +139,11 @@ impl Device {
         space.add_region(segment.base, size, managers[ROOT].ready);
         for (child, &(_, bytes)) in managers[1..].iter().zip(&request.streams) {
             if let Some(bytes) = round_up(bytes).filter(|&b| b > 0) {
-                let b = space
-                    .alloc(managers[ROOT].ready, bytes)
-                    .expect("the root holds the sum of its children");
+                let b = space.alloc(managers[ROOT].ready, bytes).expect("the root holds the sum of its children");
                 space.free(b, child.ready, 0);
             }
         }
-        let spare =
-            (segment.size > size).then(|| (segment.base + size as u64, segment.size - size));
+        let spare = (segment.size > size).then(|| (segment.base + size as u64, segment.size - size));
         let books = Books {
             space,
             managers,
@@ -166,15 +152,7 @@ impl Device {
             spare: spare.into_iter().collect(),
         };
         let fences = Fences::new(driver, ctx);
-        Ok(Device {
-            driver,
-            ordinal,
-            ctx,
-            rules,
-            source,
-            fences,
-            books: Mutex::new(books),
-        })
+        Ok(Device { driver, ordinal, ctx, rules, source, fences, books: Mutex::new(books) })
     }
 
     pub fn ordinal(&self) -> i32 {
@@ -200,12 +178,7 @@ impl Device {
         let mut books = self.books.lock();
         if books.manager(s).is_err() {
             let (ready, parked) = (books.space.add_owner(), books.space.add_owner());
-            books.managers.push(Manager {
-                stream: s,
-                stream_id: id,
-                ready,
-                parked,
-            });
+            books.managers.push(Manager { stream: s, stream_id: id, ready, parked });
         }
         Ok(())
     }
@@ -214,10 +187,7 @@ impl Device {
 
     /// `size` over 0. `InvalidArgument` for a stream without a manager.
     pub fn malloc(&self, size: usize, s: Stream) -> Result<u64, Error> {
-        let too_much = || Error::OutOfMemory {
-            asked: size,
-            detail: None,
-        };
+        let too_much = || Error::OutOfMemory { asked: size, detail: None };
         let size = round_up(size).ok_or_else(too_much)?;
         let id = stream_id(self.driver, s)?;
         let m = {
@@ -286,20 +256,12 @@ impl Device {
         let b = books.space.lookup(p).ok_or(Error::InvalidArgument)?;
         let by = books.manager(s)?;
         let owner = books.space.owner(b);
-        let of = books
-            .managers
-            .iter()
-            .position(|m| m.ready == owner)
-            .expect("live blocks are of ready memory");
+        let of = books.managers.iter().position(|m| m.ready == owner).expect("live blocks are of ready memory");
         if by != of && by != ROOT {
             return Err(Error::InvalidArgument);
         }
         let stamp = self.fences.stamp();
-        let to = if by == of {
-            books.managers[of].ready
-        } else {
-            books.managers[of].parked
-        };
+        let to = if by == of { books.managers[of].ready } else { books.managers[of].parked };
         books.space.free(b, to, stamp);
         Ok(())
     }
@@ -311,11 +273,8 @@ impl Device {
         let books = self.books.lock();
         let m = books.manager(s)?;
         let free = books.free(m);
-        let total = if m == ROOT {
-            books.space.total()
-        } else {
-            free + books.space.live_bytes(books.managers[m].ready)
-        };
+        let total =
+            if m == ROOT { books.space.total() } else { free + books.space.live_bytes(books.managers[m].ready) };
         Ok((free, total))
     }
 
@@ -325,35 +284,19 @@ impl Device {
         let m = books.manager(s)?;
         let Manager { ready, parked, .. } = books.managers[m];
         let (free, live) = (books.free(m), books.space.live_bytes(ready));
-        let name = if m == ROOT {
-            "root (NULL stream)".into()
-        } else {
-            format!("stream {:#x}", s.0)
-        };
+        let name = if m == ROOT { "root (NULL stream)".into() } else { format!("stream {:#x}", s.0) };
         let mut out = String::new();
-        let _ = writeln!(
-            out,
-            "gpupool: device {}, {name}: {} bytes, {live} used, {free} free",
-            self.ordinal,
-            free + live
-        );
+        let _ =
+            writeln!(out, "gpupool: device {}, {name}: {} bytes, {live} used, {free} free", self.ordinal, free + live);
         let mut list = |what: &str, blocks: Vec<BlockId>| {
             let _ = writeln!(out, "  {what}: {} blocks", blocks.len());
             for b in blocks {
-                let _ = writeln!(
-                    out,
-                    "    {:#016x} {:>14} bytes",
-                    books.space.addr(b),
-                    books.space.size(b)
-                );
+                let _ = writeln!(out, "    {:#016x} {:>14} bytes", books.space.addr(b), books.space.size(b));
             }
         };
         list("used", books.space.live_blocks(Some(ready)));
         list("free", books.space.free_blocks(ready));
-        list(
-            "free, waiting for earlier work",
-            books.space.free_blocks(parked),
-        );
+        list("free, waiting for earlier work", books.space.free_blocks(parked));
         Ok(out)
     }
 
@@ -362,9 +305,8 @@ impl Device {
     pub fn check(&self) -> Result<(), String> {
         let books = self.books.lock();
         books.space.check()?;
-        let managed: usize = (0..books.managers.len())
-            .map(|m| books.free(m) + books.space.live_bytes(books.managers[m].ready))
-            .sum();
+        let managed: usize =
+            (0..books.managers.len()).map(|m| books.free(m) + books.space.live_bytes(books.managers[m].ready)).sum();
         let spare: usize = books.spare.iter().map(|s| s.1).sum();
         let held: usize = books.segments.iter().map(|s| s.size).sum();
         if managed != books.space.total() || managed + spare != held {
@@ -393,10 +335,7 @@ impl Drop for Device {
                 }
                 for segment in books.segments.drain(..) {
                     if let Err(e) = self.source.release(segment) {
-                        log::warn!(
-                            "device {}: memory could not be given back: {e:?}",
-                            self.ordinal
-                        );
+                        log::warn!("device {}: memory could not be given back: {e:?}", self.ordinal);
                     }
                 }
                 self.fences.destroy_events();
@@ -404,28 +343,17 @@ impl Drop for Device {
             Err(e) => log::debug!("device {}: its context is gone: {e:?}", self.ordinal),
         }
         if let Err(e) = self.driver.primary_release(self.ordinal) {
-            log::debug!(
-                "device {}: its context could not be released: {e:?}",
-                self.ordinal
-            );
+            log::debug!("device {}: its context could not be released: {e:?}", self.ordinal);
         }
     }
 }
 
 /// None where it cannot be told: for the NULL stream, a stream being captured, and drivers without ids.
 fn stream_id(driver: &Driver, s: Stream) -> Result<Option<u64>, Error> {
-    if is_null(s)
-        || !driver.has_stream_id()
-        || driver
-            .stream_is_capturing(s)
-            .map_err(|_| Error::InvalidArgument)?
-    {
+    if is_null(s) || !driver.has_stream_id() || driver.stream_is_capturing(s).map_err(|_| Error::InvalidArgument)? {
         return Ok(None);
     }
-    driver
-        .stream_id(s)
-        .map(Some)
-        .map_err(|_| Error::InvalidArgument)
+    driver.stream_id(s).map(Some).map_err(|_| Error::InvalidArgument)
 }
 
 fn is_null(s: Stream) -> bool {
@@ -435,12 +363,7 @@ fn is_null(s: Stream) -> bool {
 impl Manager {
     fn new(space: &mut Space, driver: &Driver, stream: Stream) -> Result<Manager, Error> {
         let stream_id = stream_id(driver, stream)?;
-        Ok(Manager {
-            stream,
-            stream_id,
-            ready: space.add_owner(),
-            parked: space.add_owner(),
-        })
+        Ok(Manager { stream, stream_id, ready: space.add_owner(), parked: space.add_owner() })
     }
 }
 
@@ -449,11 +372,7 @@ impl Books {
         if is_null(s) {
             return Ok(ROOT);
         }
-        self.managers[1..]
-            .iter()
-            .position(|m| m.stream == s)
-            .map(|i| i + 1)
-            .ok_or(Error::InvalidArgument)
+        self.managers[1..].iter().position(|m| m.stream == s).map(|i| i + 1).ok_or(Error::InvalidArgument)
     }
 
     fn free(&self, m: usize) -> usize {
@@ -486,42 +405,22 @@ impl Books {
         let from_root = if m == ROOT { 0..0 } else { ROOT..ROOT + 1 };
         let from_all = 0..if steal { self.managers.len() } else { 0 };
         for other in from_root.chain(from_all).filter(|&o| o != m) {
-            let Manager {
-                ready: theirs,
-                parked,
-                ..
-            } = self.managers[other];
+            let Manager { ready: theirs, parked, .. } = self.managers[other];
             self.move_finished(parked, theirs, fences);
             if let Some(p) = self.take_from(theirs, ready, size, fences) {
                 return Some(p);
             }
         }
-        if steal {
-            self.take_run(ready, size, fences)
-        } else {
-            None
-        }
+        if steal { self.take_run(ready, size, fences) } else { None }
     }
 
     /// The best finished block of `from` moves, cut to `size`, to `to` and is live there.
-    fn take_from(
-        &mut self,
-        from: OwnerId,
-        to: OwnerId,
-        size: usize,
-        fences: &Fences,
-    ) -> Option<u64> {
+    fn take_from(&mut self, from: OwnerId, to: OwnerId, size: usize, fences: &Fences) -> Option<u64> {
         if self.space.largest_free(from) < size {
             return None;
         }
-        let fits =
-            |b: &BlockId| self.space.size(*b) >= size && fences.is_finished(self.space.stamp(*b));
-        let b = self
-            .space
-            .free_blocks(from)
-            .into_iter()
-            .filter(fits)
-            .min_by_key(|&b| self.space.size(b))?;
+        let fits = |b: &BlockId| self.space.size(*b) >= size && fences.is_finished(self.space.stamp(*b));
+        let b = self.space.free_blocks(from).into_iter().filter(fits).min_by_key(|&b| self.space.size(b))?;
         let (b, _) = self.space.split(b, size);
         let stamp = self.space.stamp(b);
         Some(self.space.take(b, to, stamp))
@@ -529,15 +428,10 @@ impl Books {
 
     /// A run of finished free blocks side by side, whoever owns them, is taken over whole.
     fn take_run(&mut self, to: OwnerId, size: usize, fences: &Fences) -> Option<u64> {
-        let owners: Vec<OwnerId> = self
-            .managers
-            .iter()
-            .flat_map(|m| [m.ready, m.parked])
-            .collect();
+        let owners: Vec<OwnerId> = self.managers.iter().flat_map(|m| [m.ready, m.parked]).collect();
         for base in self.regions.iter().map(|r| r.0) {
             let runs = self.space.free_runs(base);
-            let fit =
-                |r: &&(u64, u64, u64)| (r.1 - r.0) as usize >= size && fences.is_finished(r.2);
+            let fit = |r: &&(u64, u64, u64)| (r.1 - r.0) as usize >= size && fences.is_finished(r.2);
             let Some(&(start, end, _)) = runs.iter().find(fit) else {
                 continue;
             };
@@ -570,9 +464,7 @@ impl Books {
     /// New memory joins the root, and `m` takes `size` of it.
     fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> Option<u64> {
         self.regions.push((base, whole));
-        let b = self
-            .space
-            .add_region(base, whole, self.managers[ROOT].ready);
+        let b = self.space.add_region(base, whole, self.managers[ROOT].ready);
         let (b, _) = self.space.split(b, size);
         Some(self.space.take(b, self.managers[m].ready, 0))
     }

@@ -34,15 +34,10 @@ unsafe impl Sync for Sim {}
 pub fn sim() -> Sim {
     static ALONE: Mutex<()> = Mutex::new(());
     let alone = ALONE.lock();
-    let driver = driver()
-        .expect("these tests run on simcuda: LD_LIBRARY_PATH=target/simcuda (make test sets it)");
+    let driver = driver().expect("these tests run on simcuda: LD_LIBRARY_PATH=target/simcuda (make test sets it)");
     // SAFETY: the library is loaded already; its name is NUL-terminated.
     let lib = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
-    let sim = Sim {
-        driver,
-        lib,
-        _alone: alone,
-    };
+    let sim = Sim { driver, lib, _alone: alone };
     sim.fail("");
     sim.delay_us(0);
     sim
@@ -117,10 +112,7 @@ impl Sim {
         let wait: unsafe extern "C" fn(Raw, u64, u32, c_uint) -> c_uint =
             unsafe { std::mem::transmute(self.symbol("cuStreamWaitValue32_v2")) };
         // SAFETY: the word lives for ever; 0 asks for a value of at least 1.
-        assert_eq!(
-            unsafe { wait(s.0 as Raw, std::ptr::from_ref(word) as u64, 1, 0) },
-            0
-        );
+        assert_eq!(unsafe { wait(s.0 as Raw, std::ptr::from_ref(word) as u64, 1, 0) }, 0);
         Gate(word)
     }
 
@@ -128,8 +120,7 @@ impl Sim {
     pub fn fail(&self, spec: &str) {
         let spec = CString::new(spec).unwrap();
         // SAFETY: simcuda's signature.
-        let set: unsafe extern "C" fn(*const c_char) =
-            unsafe { std::mem::transmute(self.symbol("simcudaSetFail")) };
+        let set: unsafe extern "C" fn(*const c_char) = unsafe { std::mem::transmute(self.symbol("simcudaSetFail")) };
         // SAFETY: a NUL-terminated string.
         unsafe { set(spec.as_ptr()) }
     }
@@ -137,8 +128,7 @@ impl Sim {
     /// The longest that simcuda may put off an operation.
     pub fn delay_us(&self, max: u32) {
         // SAFETY: simcuda's signature.
-        let set: unsafe extern "C" fn(c_uint) =
-            unsafe { std::mem::transmute(self.symbol("simcudaSetDelay")) };
+        let set: unsafe extern "C" fn(c_uint) = unsafe { std::mem::transmute(self.symbol("simcudaSetDelay")) };
         // SAFETY: a plain number.
         unsafe { set(max) }
     }

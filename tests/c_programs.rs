@@ -8,22 +8,11 @@ fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
     let mut c = Command::new("timeout");
-    c.arg("120")
-        .arg(root.join("target/c").join(name))
-        .args(args)
-        .env("LD_LIBRARY_PATH", libraries);
+    c.arg("120").arg(root.join("target/c").join(name)).args(args).env("LD_LIBRARY_PATH", libraries);
     c.envs(env.iter().copied());
     let out = c.output().expect("make build makes target/c");
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
-    assert_eq!(
-        out.status.code(),
-        Some(code),
-        "{name} {args:?} {env:?}\n{text}"
-    );
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    assert_eq!(out.status.code(), Some(code), "{name} {args:?} {env:?}\n{text}");
     print!("{name}: {text}");
     text
 }
@@ -31,15 +20,8 @@ fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String
 /// A program that ends in `N passed, N failed`: it must have checked something.
 fn checks(name: &str, env: &[(&str, &str)]) {
     let text = program(name, &[], env, 0);
-    let passed = text
-        .lines()
-        .last()
-        .and_then(|l| l.split(' ').next())
-        .and_then(|n| n.parse::<u32>().ok());
-    assert!(
-        passed.is_some_and(|n| n > 50),
-        "{name} checked too little:\n{text}"
-    );
+    let passed = text.lines().last().and_then(|l| l.split(' ').next()).and_then(|n| n.parse::<u32>().ok());
+    assert!(passed.is_some_and(|n| n > 50), "{name} checked too little:\n{text}");
 }
 
 #[test]
@@ -62,14 +44,7 @@ fn the_gpupool_door_keeps_its_contract() {
     checks("pool_contract", &[("SIMCUDA_VMM", "0")]);
     checks("pool_contract", &[("GPUPOOL_BACKING", "malloc")]);
     checks("pool_contract", &[("SIMCUDA_DRIVER", "12040")]);
-    checks(
-        "pool_contract",
-        &[
-            ("GPUPOOL_BIN_GROWTH", "8"),
-            ("GPUPOOL_BIN_STEPS", "1"),
-            ("GPUPOOL_BIN_MAX", "2m"),
-        ],
-    );
+    checks("pool_contract", &[("GPUPOOL_BIN_GROWTH", "8"), ("GPUPOOL_BIN_STEPS", "1"), ("GPUPOOL_BIN_MAX", "2m")]);
     checks("pool_contract", &[("GPUPOOL_MAX_CACHED", "0")]);
 }
 
@@ -84,22 +59,11 @@ fn quickstart_runs_with_the_shared_and_the_static_runtime() {
 #[test]
 fn caffe_train_prints_both_runs_and_their_ratio() {
     let text = program("caffe_train", &["2", "--iterations", "4"], &[], 0);
-    for part in [
-        "bare cudaMalloc",
-        "gpupool (cnmem)",
-        "speed-up:",
-        "simulated",
-    ] {
+    for part in ["bare cudaMalloc", "gpupool (cnmem)", "speed-up:", "simulated"] {
         assert!(text.contains(part), "{part} is missing:\n{text}");
     }
     assert!(
-        program(
-            "caffe_train",
-            &["2", "--iterations", "2", "--mode", "pool", "--grow"],
-            &[],
-            0
-        )
-        .contains("gpupool")
+        program("caffe_train", &["2", "--iterations", "2", "--mode", "pool", "--grow"], &[], 0).contains("gpupool")
     );
     program("caffe_train", &["--help"], &[], 0);
     program("caffe_train", &["0"], &[], 2);
@@ -150,13 +114,8 @@ fn a_fault_at_any_driver_call_is_an_error_and_no_more() {
                 let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
                 for name in ["quickstart", "torch_swap"] {
                     let mut c = Command::new("timeout");
-                    c.arg("60")
-                        .arg(root.join("target/c").join(name))
-                        .env("LD_LIBRARY_PATH", &libraries);
-                    let out = c
-                        .env("SIMCUDA_FAIL", format!("{call}:{nth}:{code}"))
-                        .output()
-                        .unwrap();
+                    c.arg("60").arg(root.join("target/c").join(name)).env("LD_LIBRARY_PATH", &libraries);
+                    let out = c.env("SIMCUDA_FAIL", format!("{call}:{nth}:{code}")).output().unwrap();
                     let status = out.status.code();
                     assert!(
                         matches!(status, Some(0..=1)),

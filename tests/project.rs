@@ -13,14 +13,8 @@ fn read(path: impl AsRef<Path>) -> String {
 }
 
 fn run(command: &mut Command) -> Output {
-    let out = command
-        .output()
-        .unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
+    let out = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     assert!(out.status.success(), "{command:?}\n{text}");
     out
 }
@@ -54,12 +48,8 @@ fn sources() -> Vec<PathBuf> {
 #[test]
 fn committed_headers_are_what_the_doors_say() {
     for header in ["cnmem.h", "gpupool.h"] {
-        let fresh =
-            std::fs::read_to_string(Path::new(env!("GPUPOOL_HEADERS")).join(header)).unwrap();
-        assert!(
-            read(format!("include/{header}")) == fresh,
-            "include/{header} has drifted: make headers"
-        );
+        let fresh = std::fs::read_to_string(Path::new(env!("GPUPOOL_HEADERS")).join(header)).unwrap();
+        assert!(read(format!("include/{header}")) == fresh, "include/{header} has drifted: make headers");
     }
 }
 
@@ -73,12 +63,8 @@ fn headers_compile_as_c_and_cpp_with_and_without_cuda() {
         std::fs::write(&path, source).unwrap();
         for cuda in [None, Some("tests/simcuda/include")] {
             let mut c = Command::new(compiler);
-            c.args([std, "-Wall", "-Wextra", "-Werror", "-pedantic", "-c"])
-                .arg(&path);
-            c.arg("-I")
-                .arg(root().join("include"))
-                .arg("-o")
-                .arg(dir.join("h.o"));
+            c.args([std, "-Wall", "-Wextra", "-Werror", "-pedantic", "-c"]).arg(&path);
+            c.arg("-I").arg(root().join("include")).arg("-o").arg(dir.join("h.o"));
             if let Some(cuda) = cuda {
                 c.arg("-I").arg(root().join(cuda));
             }
@@ -111,21 +97,13 @@ fn cnmem_is_spelled_as_cnmem_spells_it() {
 
 #[test]
 fn only_the_public_symbols_are_exported() {
-    let out = run(Command::new("nm")
-        .args(["-D", "--defined-only"])
-        .arg(root().join("target/release/libgpupool.so")));
+    let out = run(Command::new("nm").args(["-D", "--defined-only"]).arg(root().join("target/release/libgpupool.so")));
     let text = String::from_utf8(out.stdout).unwrap();
-    let mut seen: Vec<&str> = text
-        .lines()
-        .filter_map(|l| l.split_whitespace().last())
-        .collect();
+    let mut seen: Vec<&str> = text.lines().filter_map(|l| l.split_whitespace().last()).collect();
     seen.sort_unstable();
     let list = read("tests/exports.txt");
     let wanted: Vec<&str> = list.lines().collect();
-    assert_eq!(
-        seen, wanted,
-        "target/release/libgpupool.so exports other symbols than tests/exports.txt lists"
-    );
+    assert_eq!(seen, wanted, "target/release/libgpupool.so exports other symbols than tests/exports.txt lists");
 }
 
 /// The layers of `src/lib.rs`, top down; a module may use those below it and its own.
@@ -141,22 +119,14 @@ fn no_module_imports_upward() {
             let l = l.trim_start_matches("//!");
             // The last line names several leaves; the others one layer and what it is.
             if l.contains("leaves") {
-                l.trim()
-                    .split("  ")
-                    .next()
-                    .unwrap_or("")
-                    .split(", ")
-                    .collect()
+                l.trim().split("  ").next().unwrap_or("").split(", ").collect()
             } else {
                 vec![l.split_whitespace().next().unwrap_or("")]
             }
         })
         .collect();
     assert!(layers.len() >= 8, "{layers:?}");
-    let leaves = layers
-        .iter()
-        .position(|l| *l == "log")
-        .expect("the leaves are listed");
+    let leaves = layers.iter().position(|l| *l == "log").expect("the leaves are listed");
     let rank = |module: &str| {
         let at = layers.iter().position(|l| *l == module)?;
         // The leaves stand side by side, and may know the driver's plain types.
@@ -164,21 +134,11 @@ fn no_module_imports_upward() {
     };
     for path in sources() {
         let inside = path.strip_prefix(root().join("src")).unwrap();
-        let module = inside
-            .iter()
-            .next()
-            .unwrap()
-            .to_str()
-            .unwrap()
-            .trim_end_matches(".rs")
-            .to_string();
+        let module = inside.iter().next().unwrap().to_str().unwrap().trim_end_matches(".rs").to_string();
         let Some(mine) = rank(&module) else { continue };
         for line in std::fs::read_to_string(&path).unwrap().lines() {
             for used in line.split("crate::").skip(1) {
-                let used: String = used
-                    .chars()
-                    .take_while(|c| c.is_alphanumeric() || *c == '_')
-                    .collect();
+                let used: String = used.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
                 let Some(theirs) = rank(&used) else { continue };
                 let types_of_driver = module == "error" && used == "driver";
                 assert!(
@@ -195,11 +155,7 @@ fn no_module_imports_upward() {
 fn only_driver_names_cudarc() {
     for path in sources() {
         let named = std::fs::read_to_string(&path).unwrap().contains("cudarc::");
-        assert!(
-            !named || path.ends_with("src/driver.rs"),
-            "{} names cudarc",
-            path.display()
-        );
+        assert!(!named || path.ends_with("src/driver.rs"), "{} names cudarc", path.display());
     }
 }
 
@@ -208,14 +164,8 @@ fn every_unsafe_block_says_why() {
     for path in sources() {
         let text = std::fs::read_to_string(&path).unwrap();
         let lines: Vec<&str> = text.lines().collect();
-        for (i, line) in lines
-            .iter()
-            .enumerate()
-            .filter(|(_, l)| l.contains("unsafe {") || l.contains("unsafe impl"))
-        {
-            let near = lines[i.saturating_sub(6)..=i]
-                .iter()
-                .any(|l| l.contains("SAFETY"));
+        for (i, line) in lines.iter().enumerate().filter(|(_, l)| l.contains("unsafe {") || l.contains("unsafe impl")) {
+            let near = lines[i.saturating_sub(6)..=i].iter().any(|l| l.contains("SAFETY"));
             assert!(near, "{}:{}: no SAFETY: {line}", path.display(), i + 1);
         }
     }
@@ -223,15 +173,8 @@ fn every_unsafe_block_says_why() {
 
 #[test]
 fn no_file_outgrows_its_room() {
-    let out = run(Command::new("git")
-        .arg("-C")
-        .arg(root())
-        .args(["ls-files", "*.rs", "*.c", "*.h"]));
-    for file in String::from_utf8(out.stdout)
-        .unwrap()
-        .lines()
-        .filter(|f| root().join(f).exists())
-    {
+    let out = run(Command::new("git").arg("-C").arg(root()).args(["ls-files", "*.rs", "*.c", "*.h"]));
+    for file in String::from_utf8(out.stdout).unwrap().lines().filter(|f| root().join(f).exists()) {
         let lines = read(file).lines().count();
         assert!(lines <= 830, "{file} has {lines} lines");
     }
@@ -243,27 +186,14 @@ fn the_readme_lists_every_setting() {
     let readme = read("README.md");
     let config = read("src/config.rs");
     let mut settings = 0;
-    for line in config
-        .lines()
-        .filter(|l| l.trim_start().starts_with("opt(\""))
-    {
+    for line in config.lines().filter(|l| l.trim_start().starts_with("opt(\"")) {
         let fields: Vec<&str> = line.split('"').skip(1).step_by(2).collect();
-        let row = format!(
-            "| `{}` | {} | {} | {} |",
-            fields[0], fields[1], fields[2], fields[3]
-        );
+        let row = format!("| `{}` | {} | {} | {} |", fields[0], fields[1], fields[2], fields[3]);
         assert!(readme.contains(&row), "the README lacks this row:\n{row}");
         settings += 1;
     }
-    let rows = readme
-        .lines()
-        .filter(|l| l.starts_with("| `GPUPOOL_"))
-        .count();
-    assert_eq!(
-        (settings > 5, rows),
-        (true, settings),
-        "the README's table has other rows"
-    );
+    let rows = readme.lines().filter(|l| l.starts_with("| `GPUPOOL_")).count();
+    assert_eq!((settings > 5, rows), (true, settings), "the README's table has other rows");
 }
 
 #[test]
@@ -274,10 +204,7 @@ fn an_installed_tree_is_complete_and_compiles() {
         .arg(root())
         .args(["-s", "install", "PREFIX=/usr"])
         .arg(format!("DESTDIR={}", dir.display())));
-    let out = run(Command::new("find")
-        .arg(".")
-        .args(["-not", "-type", "d"])
-        .current_dir(&dir));
+    let out = run(Command::new("find").arg(".").args(["-not", "-type", "d"]).current_dir(&dir));
     let text = String::from_utf8(out.stdout).unwrap();
     let mut seen: Vec<&str> = text.lines().collect();
     seen.sort_unstable();
@@ -292,22 +219,10 @@ fn an_installed_tree_is_complete_and_compiles() {
     assert_eq!(seen, wanted);
     let usr = dir.join("usr");
     let mut c = Command::new("gcc");
-    c.args(["-std=c11", "-Wall", "-Wextra", "-Werror"])
-        .arg(root().join("c_examples/quickstart.c"));
-    c.arg("-I")
-        .arg(usr.join("include"))
-        .arg("-I")
-        .arg(root().join("tests/simcuda/include"));
-    c.arg("-L")
-        .arg(usr.join("lib"))
-        .arg("-L")
-        .arg(root().join("target/simcuda"))
-        .args(["-lgpupool", "-lcudart"]);
+    c.args(["-std=c11", "-Wall", "-Wextra", "-Werror"]).arg(root().join("c_examples/quickstart.c"));
+    c.arg("-I").arg(usr.join("include")).arg("-I").arg(root().join("tests/simcuda/include"));
+    c.arg("-L").arg(usr.join("lib")).arg("-L").arg(root().join("target/simcuda")).args(["-lgpupool", "-lcudart"]);
     run(c.arg("-o").arg(dir.join("quickstart")));
-    let path = format!(
-        "{}:{}",
-        usr.join("lib").display(),
-        root().join("target/simcuda").display()
-    );
+    let path = format!("{}:{}", usr.join("lib").display(), root().join("target/simcuda").display());
     run(Command::new(dir.join("quickstart")).env("LD_LIBRARY_PATH", path));
 }

@@ -111,10 +111,7 @@ impl Session {
         if let Some(device) = current.filter(|d| d.serves(s)) {
             return Ok(device);
         }
-        self.devices
-            .iter()
-            .find(|d| d.serves(s))
-            .ok_or(Error::InvalidArgument)
+        self.devices.iter().find(|d| d.serves(s)).ok_or(Error::InvalidArgument)
     }
 }
 
@@ -130,11 +127,7 @@ fn current_ordinal(d: &Driver) -> c_int {
 ///
 /// # Safety
 /// `devices` points to `n` structs as the header describes them.
-unsafe fn requests(
-    d: &Driver,
-    n: c_int,
-    devices: *const cnmemDevice_t,
-) -> Result<Vec<Request>, Error> {
+unsafe fn requests(d: &Driver, n: c_int, devices: *const cnmemDevice_t) -> Result<Vec<Request>, Error> {
     let count = d.device_count()?;
     if n <= 0 || devices.is_null() {
         return Err(Error::InvalidArgument);
@@ -142,36 +135,23 @@ unsafe fn requests(
     let mut out: Vec<Request> = Vec::new();
     // SAFETY: `n` structs, by the caller's promise.
     for device in unsafe { std::slice::from_raw_parts(devices, n as usize) } {
-        let wrong_device =
-            !(0..count).contains(&device.device) || out.iter().any(|r| r.ordinal == device.device);
-        if wrong_device
-            || device.numStreams < 0
-            || (device.numStreams > 0 && device.streams.is_null())
-        {
+        let wrong_device = !(0..count).contains(&device.device) || out.iter().any(|r| r.ordinal == device.device);
+        if wrong_device || device.numStreams < 0 || (device.numStreams > 0 && device.streams.is_null()) {
             return Err(Error::InvalidArgument);
         }
         let mut streams: Vec<(Stream, usize)> = Vec::new();
         for i in 0..device.numStreams as usize {
             // SAFETY: `numStreams` handles, and as many sizes unless NULL, by the caller's promise.
             let (s, size) = unsafe {
-                let size = if device.streamSizes.is_null() {
-                    0
-                } else {
-                    *device.streamSizes.add(i)
-                };
+                let size = if device.streamSizes.is_null() { 0 } else { *device.streamSizes.add(i) };
                 (stream(*device.streams.add(i)), size)
             };
-            if s == Stream::NULL || s == Stream::LEGACY || streams.iter().any(|known| known.0 == s)
-            {
+            if s == Stream::NULL || s == Stream::LEGACY || streams.iter().any(|known| known.0 == s) {
                 return Err(Error::InvalidArgument);
             }
             streams.push((s, size));
         }
-        out.push(Request {
-            ordinal: device.device,
-            size: device.size,
-            streams,
-        });
+        out.push(Request { ordinal: device.device, size: device.size, streams });
     }
     Ok(out)
 }
@@ -186,11 +166,7 @@ unsafe fn requests(
 /// # Safety
 /// `devices` points to `numDevices` structs whose arrays are as long as they say; the streams are live.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cnmemInit(
-    numDevices: c_int,
-    devices: *const cnmemDevice_t,
-    flags: c_uint,
-) -> cnmemStatus_t {
+pub unsafe extern "C" fn cnmemInit(numDevices: c_int, devices: *const cnmemDevice_t, flags: c_uint) -> cnmemStatus_t {
     guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
         if let Some((_, references)) = SESSION.write().as_mut() {
             *references += 1;
@@ -206,10 +182,7 @@ pub unsafe extern "C" fn cnmemInit(
             let d = driver()?;
             // SAFETY: the caller's promise.
             let requests = unsafe { requests(d, numDevices, devices)? };
-            let devices = requests
-                .iter()
-                .map(|r| Device::new(d, r, rules))
-                .collect::<Result<_, _>>()?;
+            let devices = requests.iter().map(|r| Device::new(d, r, rules)).collect::<Result<_, _>>()?;
             Ok(Session { devices })
         };
         match start() {
@@ -256,13 +229,11 @@ pub extern "C" fn cnmemFinalize() -> cnmemStatus_t {
 /// Counts one more reference.
 #[unsafe(no_mangle)]
 pub extern "C" fn cnmemRetain() -> cnmemStatus_t {
-    guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
-        match SESSION.write().as_mut() {
-            None => CNMEM_STATUS_NOT_INITIALIZED,
-            Some((_, references)) => {
-                *references += 1;
-                CNMEM_STATUS_SUCCESS
-            }
+    guard(CNMEM_STATUS_UNKNOWN_ERROR, || match SESSION.write().as_mut() {
+        None => CNMEM_STATUS_NOT_INITIALIZED,
+        Some((_, references)) => {
+            *references += 1;
+            CNMEM_STATUS_SUCCESS
         }
     })
 }
@@ -296,19 +267,11 @@ pub unsafe extern "C" fn cnmemRegisterStream(stream: cudaStream_t) -> cnmemStatu
 /// # Safety
 /// `ptr` is NULL or writable; `stream` is NULL or a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cnmemMalloc(
-    ptr: *mut *mut c_void,
-    size: usize,
-    stream: cudaStream_t,
-) -> cnmemStatus_t {
+pub unsafe extern "C" fn cnmemMalloc(ptr: *mut *mut c_void, size: usize, stream: cudaStream_t) -> cnmemStatus_t {
     let s = self::stream(stream);
     in_session(|session| {
         if ptr.is_null() {
-            return if size == 0 {
-                Ok(())
-            } else {
-                Err(Error::InvalidArgument)
-            };
+            return if size == 0 { Ok(()) } else { Err(Error::InvalidArgument) };
         }
         // SAFETY: not NULL, and writable by the caller's promise.
         let ptr = unsafe { &mut *ptr };
@@ -336,11 +299,7 @@ pub unsafe extern "C" fn cnmemFree(ptr: *mut c_void, stream: cudaStream_t) -> cn
         if ptr.is_null() {
             return Ok(());
         }
-        let device = session
-            .devices
-            .iter()
-            .find(|d| d.holds(ptr as u64))
-            .ok_or(Error::InvalidArgument)?;
+        let device = session.devices.iter().find(|d| d.holds(ptr as u64)).ok_or(Error::InvalidArgument)?;
         device.free(ptr as u64, s)
     })
 }
@@ -376,17 +335,13 @@ pub unsafe extern "C" fn cnmemMemGetInfo(
 /// # Safety
 /// `file` is an open stream of the C library; `stream` is NULL or a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn cnmemPrintMemoryState(
-    file: *mut libc::FILE,
-    stream: cudaStream_t,
-) -> cnmemStatus_t {
+pub unsafe extern "C" fn cnmemPrintMemoryState(file: *mut libc::FILE, stream: cudaStream_t) -> cnmemStatus_t {
     let s = self::stream(stream);
     in_session(|session| {
         if file.is_null() {
             return Err(Error::InvalidArgument);
         }
-        let text = std::ffi::CString::new(session.device(s)?.describe(s)?)
-            .map_err(|_| Error::InvalidArgument)?;
+        let text = std::ffi::CString::new(session.device(s)?.describe(s)?).map_err(|_| Error::InvalidArgument)?;
         // SAFETY: an open stream by the caller's promise, and a NUL-terminated text. No lock is held.
         unsafe { libc::fputs(text.as_ptr(), file) };
         Ok(())

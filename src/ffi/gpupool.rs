@@ -70,11 +70,7 @@ const UNKNOWN: c_int = 999;
 /// # Safety
 /// `ptr` is NULL or writable; `stream` is a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpupoolMalloc(
-    ptr: *mut *mut c_void,
-    size: usize,
-    stream: cudaStream_t,
-) -> c_int {
+pub unsafe extern "C" fn gpupoolMalloc(ptr: *mut *mut c_void, size: usize, stream: cudaStream_t) -> c_int {
     guard(UNKNOWN, || {
         if ptr.is_null() {
             return 1;
@@ -120,18 +116,14 @@ pub unsafe extern "C" fn gpupoolFree(ptr: *mut c_void, stream: cudaStream_t) -> 
 /// `stream` is a live stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpupoolRecordStream(ptr: *mut c_void, stream: cudaStream_t) -> c_int {
-    guard(UNKNOWN, || {
-        code(registry::record_stream(ptr as u64, self::stream(stream)))
-    })
+    guard(UNKNOWN, || code(registry::record_stream(ptr as u64, self::stream(stream))))
 }
 
 /// Gives idle memory of the current context's pool back to the driver until at most `keep` bytes are held; memory whose work is
 /// not finished stays. Waits for the device only before CUDA 12.5. Returns 0 or a `cudaError_t`.
 #[unsafe(no_mangle)]
 pub extern "C" fn gpupoolTrim(keep: usize) -> c_int {
-    guard(UNKNOWN, || {
-        code(registry::current_pool().and_then(|pool| pool.trim(keep).map(|_| ())))
-    })
+    guard(UNKNOWN, || code(registry::current_pool().and_then(|pool| pool.trim(keep).map(|_| ()))))
 }
 
 /// Tells what the current context's pool holds. Returns 0, 1 for `out` NULL, or a `cudaError_t`.

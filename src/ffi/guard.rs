@@ -10,14 +10,9 @@ pub fn guard<R>(on_panic: R, body: impl FnOnce() -> R) -> R {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(r) => r,
         Err(cause) => {
-            let text = cause
-                .downcast_ref::<&str>()
-                .copied()
-                .or_else(|| cause.downcast_ref::<String>().map(String::as_str));
-            log::error!(
-                "internal error: {}",
-                text.unwrap_or("a panic without a message")
-            );
+            let text =
+                cause.downcast_ref::<&str>().copied().or_else(|| cause.downcast_ref::<String>().map(String::as_str));
+            log::error!("internal error: {}", text.unwrap_or("a panic without a message"));
             on_panic
         }
     }

@@ -43,12 +43,7 @@ pub struct THCDeviceAllocator {
     pub emptyCache: Option<unsafe extern "C" fn(state: *mut c_void) -> cudaError_t>,
     /// Adds a device's idle bytes to `*idle`, and raises `*largest` to its largest idle block.
     pub cacheInfo: Option<
-        unsafe extern "C" fn(
-            state: *mut c_void,
-            device: c_int,
-            idle: *mut usize,
-            largest: *mut usize,
-        ) -> cudaError_t,
+        unsafe extern "C" fn(state: *mut c_void, device: c_int, idle: *mut usize, largest: *mut usize) -> cudaError_t,
     >,
     /// The first argument of the functions; they do not look at it.
     pub state: *mut c_void,
@@ -75,12 +70,7 @@ pub extern "C" fn gpupoolTHCDeviceAllocator() -> *const THCDeviceAllocator {
     &THC
 }
 
-unsafe extern "C" fn thc_malloc(
-    _: *mut c_void,
-    ptr: *mut *mut c_void,
-    size: usize,
-    s: cudaStream_t,
-) -> c_int {
+unsafe extern "C" fn thc_malloc(_: *mut c_void, ptr: *mut *mut c_void, size: usize, s: cudaStream_t) -> c_int {
     // SAFETY: the same promises.
     unsafe { gpupoolMalloc(ptr, size, s) }
 }
@@ -106,8 +96,7 @@ unsafe extern "C" fn thc_realloc(
     let kept = old_size.min(new_size);
     if !old.is_null() && kept > 0 {
         let copied = guard(999, || {
-            let copied =
-                driver().and_then(|d| d.memcpy_async(new as u64, old as u64, kept, stream(s)));
+            let copied = driver().and_then(|d| d.memcpy_async(new as u64, old as u64, kept, stream(s)));
             crate::ffi::gpupool::code(copied.map_err(Error::from))
         });
         if copied != 0 {
@@ -134,19 +123,12 @@ unsafe extern "C" fn thc_free(_: *mut c_void, ptr: *mut c_void) -> c_int {
 
 unsafe extern "C" fn thc_empty_cache(_: *mut c_void) -> c_int {
     guard(999, || {
-        let trimmed = registry::pools()
-            .iter()
-            .try_for_each(|pool| pool.trim(0).map(|_| ()));
+        let trimmed = registry::pools().iter().try_for_each(|pool| pool.trim(0).map(|_| ()));
         crate::ffi::gpupool::code(trimmed)
     })
 }
 
-unsafe extern "C" fn thc_cache_info(
-    _: *mut c_void,
-    device: c_int,
-    idle: *mut usize,
-    largest: *mut usize,
-) -> c_int {
+unsafe extern "C" fn thc_cache_info(_: *mut c_void, device: c_int, idle: *mut usize, largest: *mut usize) -> c_int {
     guard(999, || {
         if idle.is_null() || largest.is_null() {
             return 1;
@@ -166,11 +148,7 @@ unsafe extern "C" fn thc_cache_info(
 /// # Safety
 /// `stream` is a live stream of the device.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpupool_torch_malloc(
-    size: isize,
-    device: c_int,
-    stream: cudaStream_t,
-) -> *mut c_void {
+pub unsafe extern "C" fn gpupool_torch_malloc(size: isize, device: c_int, stream: cudaStream_t) -> *mut c_void {
     guard(std::ptr::null_mut(), || {
         let Ok(size) = usize::try_from(size) else {
             return std::ptr::null_mut();
@@ -195,12 +173,7 @@ pub unsafe extern "C" fn gpupool_torch_malloc(
 /// # Safety
 /// `stream` is a live stream.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn gpupool_torch_free(
-    ptr: *mut c_void,
-    _size: isize,
-    _device: c_int,
-    stream: cudaStream_t,
-) {
+pub unsafe extern "C" fn gpupool_torch_free(ptr: *mut c_void, _size: isize, _device: c_int, stream: cudaStream_t) {
     // SAFETY: the same promises.
     let code = unsafe { gpupoolFree(ptr, stream) };
     if code != 0 {

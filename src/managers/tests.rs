@@ -5,22 +5,8 @@ use crate::testing::{self, Rng, Sim};
 
 const MIB: usize = 1 << 20;
 
-fn device(
-    sim: &Sim,
-    ordinal: i32,
-    size: usize,
-    streams: &[(Stream, usize)],
-    rules: Rules,
-) -> Result<Device, Error> {
-    Device::new(
-        sim.driver,
-        &Request {
-            ordinal,
-            size,
-            streams: streams.to_vec(),
-        },
-        rules,
-    )
+fn device(sim: &Sim, ordinal: i32, size: usize, streams: &[(Stream, usize)], rules: Rules) -> Result<Device, Error> {
+    Device::new(sim.driver, &Request { ordinal, size, streams: streams.to_vec() }, rules)
 }
 
 fn free_bytes(sim: &Sim, ordinal: i32) -> usize {
@@ -40,22 +26,14 @@ fn accounting_is_exact_to_512_bytes() {
     assert_eq!((q, d.info(Stream::NULL)), (p + 1024, Ok((0, 4096))));
     d.free(p, Stream::NULL).unwrap();
     d.free(q, Stream::NULL).unwrap();
-    assert_eq!(
-        d.malloc(4096, Stream::LEGACY),
-        Ok(p),
-        "coalesced, and the legacy handle is the NULL stream"
-    );
+    assert_eq!(d.malloc(4096, Stream::LEGACY), Ok(p), "coalesced, and the legacy handle is the NULL stream");
     d.check().unwrap();
     drop(d);
     assert_eq!(free_bytes(&sim, 0), before, "live blocks go back too");
 
     let (a, b) = (sim.stream(), sim.stream());
     let d = device(&sim, 0, 4096, &[(a, 2048), (b, 1537)], Rules::default()).unwrap();
-    assert_eq!(
-        d.info(Stream::NULL),
-        Ok((0, 4096)),
-        "all of it was set aside"
-    );
+    assert_eq!(d.info(Stream::NULL), Ok((0, 4096)), "all of it was set aside");
     assert_eq!((d.info(a), d.info(b)), (Ok((2048, 2048)), Ok((2048, 2048))));
     d.check().unwrap();
 }
@@ -65,30 +43,14 @@ fn wrong_calls_change_nothing() {
     let sim = testing::sim();
     sim.context(0);
     let (a, b, stranger) = (sim.stream(), sim.stream(), sim.stream());
-    let d = device(
-        &sim,
-        0,
-        8192,
-        &[(a, 2048), (b, 2048)],
-        Rules {
-            cannot_grow: true,
-            ..Rules::default()
-        },
-    )
-    .unwrap();
+    let d = device(&sim, 0, 8192, &[(a, 2048), (b, 2048)], Rules { cannot_grow: true, ..Rules::default() }).unwrap();
     let p = d.malloc(1024, a).unwrap();
     let state = || (d.info(Stream::NULL), d.info(a), d.info(b));
     let before = state();
     let no = Err(Error::InvalidArgument);
     assert_eq!(d.malloc(512, stranger), Err(Error::InvalidArgument));
     assert_eq!(d.info(stranger), Err(Error::InvalidArgument));
-    for (p, s) in [
-        (p, b),
-        (p, stranger),
-        (p + 512, a),
-        (0x1234_0000, a),
-        (0x1234_0000, Stream::NULL),
-    ] {
+    for (p, s) in [(p, b), (p, stranger), (p + 512, a), (0x1234_0000, a), (0x1234_0000, Stream::NULL)] {
         assert_eq!(d.free(p, s), no);
     }
     for size in [usize::MAX, usize::MAX - 511, 1 << 40] {
@@ -105,35 +67,16 @@ fn sizes_that_cannot_be_had_hold_nothing() {
     let sim = testing::sim();
     let before = free_bytes(&sim, 0);
     let total = sim.driver.device_total(0).unwrap();
-    assert!(matches!(
-        device(&sim, 0, total, &[], Rules::default()),
-        Err(Error::InvalidArgument)
-    ));
-    let d =
-        device(&sim, 0, total / 100 * 95, &[], Rules::default()).expect("95 % of an idle device");
-    assert!(matches!(
-        device(&sim, 0, total / 2, &[], Rules::default()),
-        Err(Error::OutOfMemory { .. })
-    ));
+    assert!(matches!(device(&sim, 0, total, &[], Rules::default()), Err(Error::InvalidArgument)));
+    let d = device(&sim, 0, total / 100 * 95, &[], Rules::default()).expect("95 % of an idle device");
+    assert!(matches!(device(&sim, 0, total / 2, &[], Rules::default()), Err(Error::OutOfMemory { .. })));
     drop(d);
     let s = sim.stream();
-    let tight = Rules {
-        cannot_grow: true,
-        ..Rules::default()
-    };
-    assert!(matches!(
-        device(&sim, 0, 4096, &[(s, 8192)], tight),
-        Err(Error::OutOfMemory { .. })
-    ));
+    let tight = Rules { cannot_grow: true, ..Rules::default() };
+    assert!(matches!(device(&sim, 0, 4096, &[(s, 8192)], tight), Err(Error::OutOfMemory { .. })));
     for call in ["cuMemCreate:2", "cuMemMap:2", "cuMemSetAccess:1"] {
         sim.fail(call);
-        assert!(
-            matches!(
-                device(&sim, 0, 100 * MIB, &[], Rules::default()),
-                Err(Error::OutOfMemory { .. })
-            ),
-            "{call}"
-        );
+        assert!(matches!(device(&sim, 0, 100 * MIB, &[], Rules::default()), Err(Error::OutOfMemory { .. })), "{call}");
         sim.fail("");
     }
     assert_eq!(free_bytes(&sim, 0), before);
@@ -147,28 +90,18 @@ fn memory_moves_between_managers_by_the_rules() {
     // A child takes from the root, then grows through it.
     let d = device(&sim, 0, 4096, &[(a, 0)], Rules::default()).unwrap();
     let p = d.malloc(1024, a).unwrap();
-    assert_eq!(
-        (d.info(Stream::NULL), d.info(a)),
-        (Ok((3072, 4096)), Ok((0, 1024)))
-    );
+    assert_eq!((d.info(Stream::NULL), d.info(a)), (Ok((3072, 4096)), Ok((0, 1024))));
     let q = d.malloc(8192, a).unwrap();
     assert_eq!(d.info(a), Ok((0, 9216)));
     d.check().unwrap();
     d.free(p, a).unwrap();
     d.free(q, a).unwrap();
     // Bounded, nothing to take: out of memory.
-    let fixed = Rules {
-        cannot_grow: true,
-        cannot_steal: true,
-        managed: false,
-    };
+    let fixed = Rules { cannot_grow: true, cannot_steal: true, managed: false };
     let d = device(&sim, 0, 4096, &[(a, 2048), (b, 2048)], fixed).unwrap();
     assert!(matches!(d.malloc(2560, a), Err(Error::OutOfMemory { .. })));
     // Bounded, but idle memory of others is taken over.
-    let bounded = Rules {
-        cannot_grow: true,
-        ..Rules::default()
-    };
+    let bounded = Rules { cannot_grow: true, ..Rules::default() };
     let d = device(&sim, 0, 4096, &[(a, 2048), (b, 2048)], bounded).unwrap();
     let p = d.malloc(2048, a).unwrap();
     let q = d.malloc(1024, a).unwrap();
@@ -178,10 +111,7 @@ fn memory_moves_between_managers_by_the_rules() {
     let all = d.malloc(4096, b).expect("side by side, of three owners");
     assert_eq!(d.info(b), Ok((0, 4096)));
     d.free(all, b).unwrap();
-    assert!(
-        d.malloc(512, Stream::NULL).is_ok(),
-        "the root takes idle memory too"
-    );
+    assert!(d.malloc(512, Stream::NULL).is_ok(), "the root takes idle memory too");
     d.check().unwrap();
 }
 
@@ -190,10 +120,7 @@ fn memory_changes_streams_only_after_the_work() {
     let sim = testing::sim();
     sim.context(0);
     let (a, b) = (sim.stream(), sim.stream());
-    let bounded = Rules {
-        cannot_grow: true,
-        ..Rules::default()
-    };
+    let bounded = Rules { cannot_grow: true, ..Rules::default() };
     let d = device(&sim, 0, 4 * MIB, &[(a, 2 * MIB), (b, 2 * MIB)], bounded).unwrap();
     let p = d.malloc(2 * MIB, a).unwrap();
     sim.delay_us(20_000);
@@ -207,17 +134,9 @@ fn memory_changes_streams_only_after_the_work() {
         sim.driver.ctx_synchronize().unwrap();
         sim.copy_to_host(&mut seen[0], p, 1, b);
         sim.driver.ctx_synchronize().unwrap();
-        assert_eq!(
-            seen[0],
-            100 + round,
-            "the late write on the first stream came after the second had the memory"
-        );
+        assert_eq!(seen[0], 100 + round, "the late write on the first stream came after the second had the memory");
         d.free(q, b).unwrap();
-        assert_eq!(
-            d.malloc(2 * MIB, a)
-                .map(|x| x == p || x == p + 2 * MIB as u64),
-            Ok(true)
-        );
+        assert_eq!(d.malloc(2 * MIB, a).map(|x| x == p || x == p + 2 * MIB as u64), Ok(true));
         let owned = d.books.lock().space.live_blocks(None)[0];
         let at = d.books.lock().space.addr(owned);
         d.free(at, a).unwrap();
@@ -239,11 +158,7 @@ fn a_free_on_the_null_stream_is_safe_for_every_stream() {
     sim.memset(p, 1, 64, b);
     d.free(p, Stream::NULL).unwrap();
     assert_eq!(d.info(a), Ok((MIB, MIB)), "free in the books at once");
-    assert_ne!(
-        d.malloc(MIB, a),
-        Ok(p),
-        "but in use on another stream still"
-    );
+    assert_ne!(d.malloc(MIB, a), Ok(p), "but in use on another stream still");
     gate.open();
     sim.driver.ctx_synchronize().unwrap();
     d.check().unwrap();
@@ -253,10 +168,7 @@ fn a_free_on_the_null_stream_is_safe_for_every_stream() {
 #[test]
 fn random_operations_end_with_nothing_held() {
     let sim = testing::sim();
-    let ops: u64 = std::env::var("GPUPOOL_STRESS_OPS")
-        .ok()
-        .and_then(|v| v.parse().ok())
-        .unwrap_or(1_000_000);
+    let ops: u64 = std::env::var("GPUPOOL_STRESS_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(1_000_000);
     let before = [free_bytes(&sim, 0), free_bytes(&sim, 1)];
     let streams: Vec<Vec<Stream>> = (0..2)
         .map(|o| {
@@ -267,23 +179,11 @@ fn random_operations_end_with_nothing_held() {
     let devices: Vec<Device> = (0..2)
         .map(|o| {
             let named: Vec<_> = streams[o as usize].iter().map(|&s| (s, MIB)).collect();
-            device(
-                &sim,
-                o,
-                64 * MIB,
-                &named,
-                Rules {
-                    cannot_grow: o == 1,
-                    ..Rules::default()
-                },
-            )
-            .unwrap()
+            device(&sim, o, 64 * MIB, &named, Rules { cannot_grow: o == 1, ..Rules::default() }).unwrap()
         })
         .collect();
     sim.delay_us(20);
-    sim.fail(
-        "cuMemCreate:every:7,cuMemMap:every:11,cuMemSetAccess:every:13,cuCtxRecordEvent:every:17",
-    );
+    sim.fail("cuMemCreate:every:7,cuMemMap:every:11,cuMemSetAccess:every:13,cuCtxRecordEvent:every:17");
     std::thread::scope(|scope| {
         for thread in 0..4u64 {
             let (sim, devices, streams) = (&sim, &devices, &streams);
@@ -302,9 +202,7 @@ fn random_operations_end_with_nothing_held() {
                         if live.len() < 16 && rng.below(3) > 0 {
                             let magnitude = 9 + rng.below(12);
                             let size = 1 + rng.below(1 << magnitude) as usize;
-                            let s = *streams[device]
-                                .get(rng.below(5) as usize)
-                                .unwrap_or(&Stream::NULL);
+                            let s = *streams[device].get(rng.below(5) as usize).unwrap_or(&Stream::NULL);
                             if let Ok(p) = d.malloc(size, s) {
                                 let value = 1 + rng.below(255) as u8;
                                 sim.memset(p, value, 1, s);
@@ -312,8 +210,7 @@ fn random_operations_end_with_nothing_held() {
                                 live.push((p, size, s, value));
                             }
                         } else if !live.is_empty() {
-                            let (p, size, s, value) =
-                                live.swap_remove(rng.below(live.len() as u64) as usize);
+                            let (p, size, s, value) = live.swap_remove(rng.below(live.len() as u64) as usize);
                             let slot = seen.wrapping_add(2 * reads.len());
                             sim.copy_to_host(slot, p, 1, s);
                             sim.copy_to_host(slot.wrapping_add(1), p + size as u64 - 1, 1, s);

@@ -18,12 +18,8 @@ impl BinTable {
         let mut power = min.max(1);
         'powers: while power <= max {
             for step in 0..steps {
-                let add =
-                    (power as u128 * (growth as u128 - 1) * step as u128 / steps as u128) as usize;
-                let Some(size) = power
-                    .checked_add(add)
-                    .and_then(|s| s.checked_next_multiple_of(GRANULE))
-                else {
+                let add = (power as u128 * (growth as u128 - 1) * step as u128 / steps as u128) as usize;
+                let Some(size) = power.checked_add(add).and_then(|s| s.checked_next_multiple_of(GRANULE)) else {
                     break 'powers;
                 };
                 if size > max.next_multiple_of(GRANULE) {
@@ -55,9 +51,7 @@ impl BinTable {
     /// The bin whose size is exactly `size`.
     #[inline]
     pub fn exact(&self, size: usize) -> Option<usize> {
-        self.fit(size)
-            .filter(|&(_, bin)| bin == size)
-            .map(|(i, _)| i)
+        self.fit(size).filter(|&(_, bin)| bin == size).map(|(i, _)| i)
     }
 }
 
@@ -71,10 +65,7 @@ mod tests {
         for size in (1..=(1 << 20)).step_by(97) {
             let (_, bin) = t.fit(size).unwrap();
             assert!(bin >= size && bin.is_multiple_of(GRANULE));
-            assert!(
-                bin - size < GRANULE || (bin - size) * 8 <= size,
-                "{size} -> {bin}"
-            );
+            assert!(bin - size < GRANULE || (bin - size) * 8 <= size, "{size} -> {bin}");
         }
         assert_eq!(t.fit(1 << 20).unwrap().1, 1 << 20);
         assert!(t.fit((1 << 20) + 1).is_none());
@@ -85,10 +76,7 @@ mod tests {
     #[test]
     fn one_step_is_cub() {
         let t = BinTable::new(8, 1, 512, 2 << 20);
-        let sizes: Vec<usize> = [1, 513, 4097, 32769, 262145]
-            .iter()
-            .map(|&s| t.fit(s).unwrap().1)
-            .collect();
+        let sizes: Vec<usize> = [1, 513, 4097, 32769, 262145].iter().map(|&s| t.fit(s).unwrap().1).collect();
         assert_eq!(sizes, [512, 4096, 32768, 262144, 2097152]);
         assert_eq!(t.len(), 5);
     }

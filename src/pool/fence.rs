@@ -96,18 +96,14 @@ impl Fences {
 
     /// Events recorded so far, and host waits.
     pub fn counts(&self) -> (u64, u64) {
-        (
-            self.recorded.load(Ordering::Relaxed),
-            self.waited.load(Ordering::Relaxed),
-        )
+        (self.recorded.load(Ordering::Relaxed), self.waited.load(Ordering::Relaxed))
     }
 
     /// Closes the open epoch: records an event that covers every stamp handed out so far. Does nothing when all are covered,
     /// or where the driver has no such event. Must not be called while a stream of the context is being captured: the driver
     /// answers 900 and the capture is lost.
     pub fn close(&self) -> CuResult<()> {
-        if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire)
-            || !self.driver.has_ctx_fences()
+        if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire) || !self.driver.has_ctx_fences()
         {
             return Ok(());
         }
@@ -207,12 +203,8 @@ impl Fences {
         let events = {
             let mut events = self.pending.lock();
             events.dead = true;
-            let pending = std::mem::take(&mut events.pending)
-                .into_iter()
-                .map(|(_, event)| event);
-            pending
-                .chain(std::mem::take(&mut events.spare))
-                .collect::<Vec<_>>()
+            let pending = std::mem::take(&mut events.pending).into_iter().map(|(_, event)| event);
+            pending.chain(std::mem::take(&mut events.spare)).collect::<Vec<_>>()
         };
         for event in events {
             if let Err(e) = self.driver.event_destroy(event) {

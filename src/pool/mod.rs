@@ -136,13 +136,7 @@ struct StreamState {
 }
 
 impl Pool {
-    pub fn new(
-        driver: &'static Driver,
-        ctx: Context,
-        ctx_id: u64,
-        source: Arc<dyn Source>,
-        config: &Config,
-    ) -> Pool {
+    pub fn new(driver: &'static Driver, ctx: Context, ctx_id: u64, source: Arc<dyn Source>, config: &Config) -> Pool {
         let mut space = Space::new();
         let mut domains = Vec::new();
         let mut pair = || {
@@ -171,12 +165,7 @@ impl Pool {
             ctx_id,
             source,
             fences: Fences::new(driver, ctx),
-            bins: BinTable::new(
-                config.bin_growth,
-                config.bin_steps,
-                config.bin_min,
-                config.bin_max,
-            ),
+            bins: BinTable::new(config.bin_growth, config.bin_steps, config.bin_min, config.bin_max),
             max_cached: config.max_cached,
             inner: Mutex::new(inner),
             releasing: AtomicUsize::new(0),
@@ -196,10 +185,7 @@ impl Pool {
         {
             let mut inner = self.inner.lock();
             let stream = inner.stream(key, self.bins.len());
-            if let Some(p) = inner
-                .take_cached(key, want)
-                .or_else(|| inner.take_free(stream, want))
-            {
+            if let Some(p) = inner.take_cached(key, want).or_else(|| inner.take_free(stream, want)) {
                 return Ok(p);
             }
         }
@@ -211,21 +197,10 @@ impl Pool {
             return Err(Error::InvalidArgument);
         }
         if let Some((bin, size)) = self.bins.fit(size) {
-            return Ok(Request {
-                size,
-                domain: Domain::Binned,
-                bin,
-            });
+            return Ok(Request { size, domain: Domain::Binned, bin });
         }
-        let size = round_up(size).ok_or(Error::OutOfMemory {
-            asked: size,
-            detail: None,
-        })?;
-        Ok(Request {
-            size,
-            domain: Domain::Exact,
-            bin: 0,
-        })
+        let size = round_up(size).ok_or(Error::OutOfMemory { asked: size, detail: None })?;
+        Ok(Request { size, domain: Domain::Exact, bin: 0 })
     }
 
     /// The rest of the order of supply, from finished memory of other streams on.
@@ -274,10 +249,7 @@ impl Pool {
             inner.flush_share(key, want);
             let stream = inner.stream(key, self.bins.len());
             let idle = inner.idle;
-            if let Some(p) = inner
-                .take_free(stream, want)
-                .or_else(|| inner.take_free(idle, want))
-            {
+            if let Some(p) = inner.take_free(stream, want).or_else(|| inner.take_free(idle, want)) {
                 return Some(p);
             }
             if inner.elsewhere(key, want.domain) < want.size {
@@ -291,11 +263,7 @@ impl Pool {
         }
         if fenced
             && self.fences.pending() < MAX_PENDING
-            && self
-                .fences
-                .close()
-                .and_then(|()| self.fences.poll())
-                .is_ok()
+            && self.fences.close().and_then(|()| self.fences.poll()).is_ok()
         {
             return self.sweep_and_take(want, key);
         }
@@ -315,16 +283,11 @@ impl Pool {
         let (base, size) = (segment.base, segment.size);
         let mut inner = self.inner.lock();
         let stream = inner.stream(key, self.bins.len());
-        inner
-            .space
-            .add_region(base, size, stream[want.domain as usize]);
+        inner.space.add_region(base, size, stream[want.domain as usize]);
         inner.segments.insert(base, (segment, want.domain));
         inner.held(want.domain, size as isize);
         // The new region fits the request, whatever else the stream's free space holds.
-        inner.take_free(stream, want).ok_or(Error::OutOfMemory {
-            asked: want.size,
-            detail: None,
-        })
+        inner.take_free(stream, want).ok_or(Error::OutOfMemory { asked: want.size, detail: None })
     }
 
     /// Everything that is finished, of either domain, coalesced.
@@ -335,31 +298,18 @@ impl Pool {
         inner.sweep(&self.fences, None, 0);
         let stream = inner.stream(key, self.bins.len());
         let other = match want.domain {
-            Domain::Binned => Request {
-                domain: Domain::Exact,
-                ..want
-            },
-            Domain::Exact => Request {
-                domain: Domain::Binned,
-                ..want
-            },
+            Domain::Binned => Request { domain: Domain::Exact, ..want },
+            Domain::Exact => Request { domain: Domain::Binned, ..want },
         };
         let idle = inner.idle;
-        [want, other].into_iter().find_map(|w| {
-            inner
-                .take_free(stream, w)
-                .or_else(|| inner.take_free(idle, w))
-        })
+        [want, other].into_iter().find_map(|w| inner.take_free(stream, w).or_else(|| inner.take_free(idle, w)))
     }
 
     /// Blocks the host until all memory freed so far is finished. False when there was nothing to wait for, or no way to.
     fn wait_for_pending(&self) -> bool {
         let latest = self.inner.lock().latest_unfinished(&self.fences);
         let Some(stamp) = latest else { return false };
-        self.fences
-            .wait(stamp)
-            .inspect_err(|e| log::warn!("waiting for freed memory failed: {e:?}"))
-            .is_ok()
+        self.fences.wait(stamp).inspect_err(|e| log::warn!("waiting for freed memory failed: {e:?}")).is_ok()
     }
 
     fn segment_size(&self, want: Request) -> usize {
@@ -372,14 +322,9 @@ impl Pool {
         let stats = self.stats();
         let largest = {
             let inner = self.inner.lock();
-            inner
-                .owners()
-                .map(|o| inner.space.largest_free(o))
-                .max()
-                .unwrap_or(0)
+            inner.owners().map(|o| inner.space.largest_free(o)).max().unwrap_or(0)
         };
-        let device =
-            CurrentContext::enter(self.driver, self.ctx).and_then(|_ctx| self.driver.mem_info());
+        let device = CurrentContext::enter(self.driver, self.ctx).and_then(|_ctx| self.driver.mem_info());
         let (free, total) = device.unwrap_or((0, 0));
         let detail = format!(
             "the pool holds {} MiB, of which {} MiB are live and {} MiB idle (largest free block {} MiB); the device has {} of {} MiB free",
@@ -391,10 +336,7 @@ impl Pool {
             total >> 20
         );
         log::warn!("out of memory: {asked} bytes asked; {detail}");
-        Error::OutOfMemory {
-            asked,
-            detail: Some(detail.into()),
-        }
+        Error::OutOfMemory { asked, detail: Some(detail.into()) }
     }
 
     // ---- free ----
@@ -407,37 +349,20 @@ impl Pool {
         }
         let key = self.stream_key(s)?;
         let mut inner = self.inner.lock();
-        let stamp = if key & CAPTURE != 0 {
-            NEVER
-        } else {
-            self.fences.stamp()
-        };
+        let stamp = if key & CAPTURE != 0 { NEVER } else { self.fences.stamp() };
         let (b, size, domain) = inner.freed(p)?;
-        if inner
-            .recorded
-            .remove(&b)
-            .is_some_and(|users| users.iter().any(|&user| user != key))
-        {
+        if inner.recorded.remove(&b).is_some_and(|users| users.iter().any(|&user| user != key)) {
             let parked = inner.parked[domain as usize];
             inner.space.free(b, parked, stamp);
             return Ok(());
         }
         let owner = inner.stream(key, self.bins.len())[domain as usize];
-        let share = self
-            .max_cached
-            .unwrap_or(CACHED_FLOOR.max(inner.stats.peak_live as usize / 4));
+        let share = self.max_cached.unwrap_or(CACHED_FLOOR.max(inner.stats.peak_live as usize / 4));
         match self.bins.exact(size) {
-            Some(bin)
-                if domain == Domain::Binned && inner.stats.cached as usize + size <= share =>
-            {
+            Some(bin) if domain == Domain::Binned && inner.stats.cached as usize + size <= share => {
                 inner.space.cache(b, owner, stamp);
                 inner.stats.cached += size as u64;
-                inner
-                    .streams
-                    .get_mut(&key)
-                    .expect("the stream was just looked up")
-                    .bins[bin]
-                    .push(b);
+                inner.streams.get_mut(&key).expect("the stream was just looked up").bins[bin].push(b);
             }
             _ => {
                 inner.space.free(b, owner, stamp);
@@ -477,11 +402,8 @@ impl Pool {
     pub fn trim(&self, keep: usize) -> Result<usize, Error> {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
         if !self.capturing(Stream::LEGACY) {
-            let settled = if self.driver.has_ctx_fences() {
-                self.fences.close()
-            } else {
-                self.fences.wait(self.fences.stamp())
-            };
+            let settled =
+                if self.driver.has_ctx_fences() { self.fences.close() } else { self.fences.wait(self.fences.stamp()) };
             // An error means that less is known to be finished, and less goes back.
             settled.unwrap_or_else(|e| log::debug!("trim: {e:?}"));
         }
@@ -547,11 +469,7 @@ impl Pool {
     /// Bytes that are idle, and the largest block that can be had without the driver.
     pub fn idle(&self) -> (usize, usize) {
         let inner = self.inner.lock();
-        let largest = inner
-            .owners()
-            .map(|o| inner.space.largest_free(o))
-            .max()
-            .unwrap_or(0);
+        let largest = inner.owners().map(|o| inner.space.largest_free(o)).max().unwrap_or(0);
         ((inner.stats.held - inner.stats.live) as usize, largest)
     }
 
@@ -569,17 +487,9 @@ impl Pool {
         }
         if !self.driver.has_stream_id() {
             // The handle is all there is; the top bit keeps threads' keys clear of handles.
-            return Ok(if s == Stream::PER_THREAD {
-                thread_key() | 1 << 63
-            } else {
-                s.0 as u64
-            });
+            return Ok(if s == Stream::PER_THREAD { thread_key() | 1 << 63 } else { s.0 as u64 });
         }
-        let _ctx = if s == Stream::PER_THREAD {
-            Some(CurrentContext::enter(self.driver, self.ctx)?)
-        } else {
-            None
-        };
+        let _ctx = if s == Stream::PER_THREAD { Some(CurrentContext::enter(self.driver, self.ctx)?) } else { None };
         if let Some(capture) = self.driver.capture_id(s)? {
             return Ok(capture | CAPTURE);
         }
@@ -609,27 +519,16 @@ impl Inner {
         }
         let owners = [Domain::Binned, Domain::Exact].map(|domain| {
             let o = self.space.add_owner();
-            self.domains
-                .resize(self.domains.len().max(o as usize + 1), domain);
+            self.domains.resize(self.domains.len().max(o as usize + 1), domain);
             self.domains[o as usize] = domain;
             o
         });
-        self.streams.insert(
-            key,
-            StreamState {
-                owners,
-                bins: vec![Vec::new(); bins],
-            },
-        );
+        self.streams.insert(key, StreamState { owners, bins: vec![Vec::new(); bins] });
         owners
     }
 
     fn owners(&self) -> impl Iterator<Item = OwnerId> {
-        self.streams
-            .values()
-            .flat_map(|s| s.owners)
-            .chain(self.idle)
-            .chain(self.parked)
+        self.streams.values().flat_map(|s| s.owners).chain(self.idle).chain(self.parked)
     }
 
     /// A block out of the stream's own bin.
@@ -679,17 +578,10 @@ impl Inner {
 
     /// Free bytes of `domain` that belong to other streams, or to none yet.
     fn elsewhere(&self, key: u64, domain: Domain) -> usize {
-        let others = self
-            .streams
-            .iter()
-            .filter(|(k, _)| **k != key)
-            .map(|(_, s)| s.owners);
+        let others = self.streams.iter().filter(|(k, _)| **k != key).map(|(_, s)| s.owners);
         others
             .chain([self.parked])
-            .map(|o| {
-                self.space.free_bytes(o[domain as usize])
-                    + self.space.cached_bytes(o[domain as usize])
-            })
+            .map(|o| self.space.free_bytes(o[domain as usize]) + self.space.cached_bytes(o[domain as usize]))
             .sum()
     }
 
@@ -698,9 +590,7 @@ impl Inner {
         let Some(stream) = self.streams.get(&key) else {
             return;
         };
-        let cached = self
-            .space
-            .cached_bytes(stream.owners[Domain::Binned as usize]);
+        let cached = self.space.cached_bytes(stream.owners[Domain::Binned as usize]);
         if want.domain == Domain::Binned
             && cached >= 4 * want.size
             && cached >= self.held_by[Domain::Binned as usize] / 4
@@ -716,8 +606,7 @@ impl Inner {
         for b in stream.bins.iter_mut().flat_map(std::mem::take) {
             self.stats.cached -= self.space.size(b) as u64;
             let stamp = self.space.stamp(b);
-            self.space
-                .free(b, stream.owners[Domain::Binned as usize], stamp);
+            self.space.free(b, stream.owners[Domain::Binned as usize], stamp);
         }
     }
 
@@ -736,12 +625,7 @@ impl Inner {
             return;
         }
         self.swept = finished;
-        let keys: Vec<u64> = self
-            .streams
-            .keys()
-            .copied()
-            .filter(|k| Some(*k) != except)
-            .collect();
+        let keys: Vec<u64> = self.streams.keys().copied().filter(|k| Some(*k) != except).collect();
         for key in keys {
             let owners = self.streams[&key].owners;
             if self.space.cached_bytes(owners[Domain::Binned as usize]) >= worth {
@@ -770,10 +654,7 @@ impl Inner {
     /// The latest stamp of free memory that is not finished.
     fn latest_unfinished(&self, fences: &Fences) -> Option<u64> {
         let blocks = self.owners().flat_map(|o| self.space.free_blocks(o));
-        blocks
-            .map(|b| self.space.stamp(b))
-            .filter(|&s| !fences.is_finished(s))
-            .max()
+        blocks.map(|b| self.space.stamp(b)).filter(|&s| !fences.is_finished(s)).max()
     }
 
     /// Takes wholly free, finished pages out of the books until at most `keep` bytes are held. What a segment has left stays
@@ -782,26 +663,17 @@ impl Inner {
         let mut out = Vec::new();
         let bases: Vec<u64> = self.segments.keys().copied().collect();
         for base in bases {
-            let free: Vec<_> = self
-                .space
-                .free_runs(base)
-                .into_iter()
-                .filter(|&(_, _, stamp)| fences.is_finished(stamp))
-                .collect();
+            let free: Vec<_> =
+                self.space.free_runs(base).into_iter().filter(|&(_, _, stamp)| fences.is_finished(stamp)).collect();
             if free.is_empty() {
                 continue;
             }
-            let (segment, domain) = self
-                .segments
-                .remove(&base)
-                .expect("the base was just listed");
+            let (segment, domain) = self.segments.remove(&base).expect("the base was just listed");
             let mut excess = (self.stats.held as usize).saturating_sub(keep);
             let taken: Vec<bool> = segment
                 .pages()
                 .map(|(page, size)| {
-                    let idle = free
-                        .iter()
-                        .any(|&(from, to, _)| from <= page && page + size as u64 <= to);
+                    let idle = free.iter().any(|&(from, to, _)| from <= page && page + size as u64 <= to);
                     let take = idle && excess > 0;
                     excess -= if take { size.min(excess) } else { 0 };
                     take
@@ -809,9 +681,7 @@ impl Inner {
                 .collect();
             for (take, part) in segment.split(&taken) {
                 if take {
-                    self.space
-                        .remove_region(part.base, part.size)
-                        .expect("the pages are idle");
+                    self.space.remove_region(part.base, part.size).expect("the pages are idle");
                     self.held(domain, -(part.size as isize));
                     out.push(part);
                 } else {
@@ -830,32 +700,19 @@ impl Inner {
             live += self.space.live_bytes(o) as u64;
             cached += self.space.cached_bytes(o) as u64;
         }
-        let binned: usize = self
-            .streams
-            .values()
-            .flat_map(|s| s.bins.iter().flatten())
-            .map(|&b| self.space.size(b))
-            .sum();
+        let binned: usize =
+            self.streams.values().flat_map(|s| s.bins.iter().flatten()).map(|&b| self.space.size(b)).sum();
         let held: usize = self.segments.values().map(|(s, _)| s.size).sum();
         let stats = &self.stats;
-        if (live, cached, held as u64) != (stats.live, stats.cached, stats.held)
-            || binned as u64 != cached
-        {
+        if (live, cached, held as u64) != (stats.live, stats.cached, stats.held) || binned as u64 != cached {
             return Err(format!(
                 "live {live}, cached {cached} (in bins {binned}), held {held}; the books say {stats:?}"
             ));
         }
         if self.space.total() != held {
-            return Err(format!(
-                "regions of {} bytes in segments of {held}",
-                self.space.total()
-            ));
+            return Err(format!("regions of {} bytes in segments of {held}", self.space.total()));
         }
-        if let Some(b) = self
-            .recorded
-            .keys()
-            .find(|&&b| self.space.lookup(self.space.addr(b)) != Some(b))
-        {
+        if let Some(b) = self.recorded.keys().find(|&&b| self.space.lookup(self.space.addr(b)) != Some(b)) {
             return Err(format!("block {b} is recorded on a stream but not live"));
         }
         Ok(())

@@ -60,17 +60,8 @@ struct Block {
     state: State,
 }
 
-const VACANT: Block = Block {
-    addr: 0,
-    size: 0,
-    left: NIL,
-    right: NIL,
-    prev: NIL,
-    next: NIL,
-    stamp: 0,
-    owner: 0,
-    state: State::Vacant,
-};
+const VACANT: Block =
+    Block { addr: 0, size: 0, left: NIL, right: NIL, prev: NIL, next: NIL, stamp: 0, owner: 0, state: State::Vacant };
 
 /// The free blocks of one owner, by size class.
 struct Owner {
@@ -86,15 +77,7 @@ struct Owner {
 impl Owner {
     fn new() -> Owner {
         let heads = Box::new([[NIL; SUB]; TOP]);
-        Owner {
-            used: true,
-            top: 0,
-            sub: [0; TOP],
-            heads,
-            free: 0,
-            live: 0,
-            cached: 0,
-        }
+        Owner { used: true, top: 0, sub: [0; TOP], heads, free: 0, live: 0, cached: 0 }
     }
 
     fn bytes(&mut self, state: State) -> &mut usize {
@@ -111,19 +94,11 @@ impl Owner {
         if top >= TOP {
             return None;
         }
-        let here = if sub < SUB {
-            self.sub[top] & (!0u16 << sub)
-        } else {
-            0
-        };
+        let here = if sub < SUB { self.sub[top] & (!0u16 << sub) } else { 0 };
         if here != 0 {
             return Some((top, here.trailing_zeros() as usize));
         }
-        let above = if top + 1 < 64 {
-            self.top & (!0u64 << (top + 1))
-        } else {
-            0
-        };
+        let above = if top + 1 < 64 { self.top & (!0u64 << (top + 1)) } else { 0 };
         (above != 0).then(|| {
             let t = above.trailing_zeros() as usize;
             (t, self.sub[t].trailing_zeros() as usize)
@@ -157,9 +132,7 @@ impl Hasher for AddrHasher {
         }
     }
     fn write_u64(&mut self, n: u64) {
-        self.0 = (self.0 ^ (n >> 9))
-            .wrapping_mul(0x9E37_79B9_7F4A_7C15)
-            .rotate_left(26);
+        self.0 = (self.0 ^ (n >> 9)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(26);
     }
 }
 
@@ -203,10 +176,7 @@ impl Space {
 
     /// The owner must own no bytes.
     pub fn remove_owner(&mut self, o: OwnerId) {
-        assert!(
-            self.owns_nothing(o),
-            "an owner that still owns memory was removed"
-        );
+        assert!(self.owns_nothing(o), "an owner that still owns memory was removed");
         self.owners[o as usize].used = false;
     }
 
@@ -322,20 +292,12 @@ impl Space {
         }
         let top = owner.top.ilog2() as usize;
         let sub = owner.sub[top].ilog2() as usize;
-        self.chain(owner.heads[top][sub])
-            .map(|b| self.size(b))
-            .max()
-            .unwrap_or(0)
+        self.chain(owner.heads[top][sub]).map(|b| self.size(b)).max().unwrap_or(0)
     }
     /// The free blocks of `o`, by address.
     pub fn free_blocks(&self, o: OwnerId) -> Vec<BlockId> {
         let owner = &self.owners[o as usize];
-        let mut out: Vec<BlockId> = owner
-            .heads
-            .iter()
-            .flatten()
-            .flat_map(|&h| self.chain(h))
-            .collect();
+        let mut out: Vec<BlockId> = owner.heads.iter().flatten().flat_map(|&h| self.chain(h)).collect();
         out.sort_unstable_by_key(|&b| self.addr(b));
         out
     }
@@ -354,12 +316,7 @@ impl Space {
 
     /// A block changes its owner; a free one merges with its new owner's free neighbours. Returns the block it is then.
     pub fn set_owner(&mut self, b: BlockId, o: OwnerId) -> BlockId {
-        let Block {
-            state,
-            owner: old,
-            size,
-            ..
-        } = self.blocks[b as usize];
+        let Block { state, owner: old, size, .. } = self.blocks[b as usize];
         if state == State::Free {
             self.unlist(b);
             self.blocks[b as usize].owner = o;
@@ -374,9 +331,7 @@ impl Space {
     /// Cuts a free block: the first part has exactly `size` bytes (a multiple of the granule), the rest is a second free
     /// block of the same owner. The two merge again when either changes.
     pub fn split(&mut self, b: BlockId, size: usize) -> (BlockId, Option<BlockId>) {
-        debug_assert!(
-            self.is_free(b) && size > 0 && size.is_multiple_of(GRANULE) && size <= self.size(b)
-        );
+        debug_assert!(self.is_free(b) && size > 0 && size.is_multiple_of(GRANULE) && size <= self.size(b));
         if self.size(b) == size {
             return (b, None);
         }
@@ -391,16 +346,8 @@ impl Space {
 
     /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule.
     pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId) -> BlockId {
-        debug_assert!(
-            size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64)
-        );
-        let b = self.new_block(Block {
-            addr: base,
-            size,
-            owner: o,
-            state: State::Free,
-            ..VACANT
-        });
+        debug_assert!(size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64));
+        let b = self.new_block(Block { addr: base, size, owner: o, state: State::Free, ..VACANT });
         self.regions.insert(base, (size, b));
         self.list(b);
         b
@@ -449,8 +396,7 @@ impl Space {
         }
         if right != NIL {
             self.blocks[right as usize].left = NIL;
-            self.regions
-                .insert(end, ((start + whole as u64 - end) as usize, right));
+            self.regions.insert(end, ((start + whole as u64 - end) as usize, right));
         }
         Ok(())
     }
@@ -458,13 +404,7 @@ impl Space {
     /// Forgets a region and every block in it, live ones too.
     pub fn forget_region(&mut self, base: u64, size: usize) {
         for b in self.region_blocks(base, size) {
-            let Block {
-                state,
-                owner,
-                size,
-                addr,
-                ..
-            } = self.blocks[b as usize];
+            let Block { state, owner, size, addr, .. } = self.blocks[b as usize];
             if state == State::Free {
                 self.unlist(b);
             } else {
@@ -482,14 +422,7 @@ impl Space {
         let mut out: Vec<(u64, u64, u64)> = Vec::new();
         let mut b = self.regions.get(&base).map_or(NIL, |r| r.1);
         while b != NIL {
-            let Block {
-                addr,
-                size,
-                stamp,
-                state,
-                right,
-                ..
-            } = self.blocks[b as usize];
+            let Block { addr, size, stamp, state, right, .. } = self.blocks[b as usize];
             if state == State::Free {
                 match out.last_mut() {
                     Some((_, end, latest)) if *end == addr => {
@@ -543,10 +476,7 @@ impl Space {
     }
 
     fn best_of(&self, head: BlockId, size: usize, scan: usize) -> Option<BlockId> {
-        self.chain(head)
-            .take(scan)
-            .filter(|&b| self.size(b) >= size)
-            .min_by_key(|&b| self.size(b))
+        self.chain(head).take(scan).filter(|&b| self.size(b) >= size).min_by_key(|&b| self.size(b))
     }
 
     fn chain(&self, head: BlockId) -> impl Iterator<Item = BlockId> {
@@ -558,14 +488,7 @@ impl Space {
 
     /// Cuts `b` (in no list) to `size`; the rest is a new block, in no list, to its right.
     fn cut(&mut self, b: BlockId, size: usize) -> BlockId {
-        let Block {
-            addr,
-            size: whole,
-            right,
-            owner,
-            stamp,
-            ..
-        } = self.blocks[b as usize];
+        let Block { addr, size: whole, right, owner, stamp, .. } = self.blocks[b as usize];
         let rest = self.new_block(Block {
             addr: addr + size as u64,
             size: whole - size,
@@ -606,9 +529,7 @@ impl Space {
 
     /// `a` takes in its right neighbour `b`; both are in no list.
     fn absorb(&mut self, a: BlockId, b: BlockId) {
-        let Block {
-            size, right, stamp, ..
-        } = self.blocks[b as usize];
+        let Block { size, right, stamp, .. } = self.blocks[b as usize];
         let into = &mut self.blocks[a as usize];
         into.size += size;
         into.right = right;
@@ -637,13 +558,7 @@ impl Space {
     }
 
     fn unlist(&mut self, b: BlockId) {
-        let Block {
-            size,
-            owner,
-            prev,
-            next,
-            ..
-        } = self.blocks[b as usize];
+        let Block { size, owner, prev, next, .. } = self.blocks[b as usize];
         let (top, sub) = class_of(size);
         let o = &mut self.owners[owner as usize];
         o.free -= size;
@@ -697,12 +612,8 @@ impl Space {
             let (mut at, mut left, mut b) = (base, NIL, first);
             while b != NIL {
                 let k = self.blocks[b as usize];
-                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE)
-                {
-                    return Err(format!(
-                        "block {b} at {:#x} (size {}) does not follow {at:#x}",
-                        k.addr, k.size
-                    ));
+                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE) {
+                    return Err(format!("block {b} at {:#x} (size {}) does not follow {at:#x}", k.addr, k.size));
                 }
                 let sums = &mut seen[k.owner as usize];
                 match k.state {
@@ -714,10 +625,7 @@ impl Space {
                 if k.state != State::Free {
                     starts += 1;
                     if self.starts.get(&k.addr) != Some(&b) {
-                        return Err(format!(
-                            "block {b} at {:#x} cannot be found by address",
-                            k.addr
-                        ));
+                        return Err(format!("block {b} at {:#x} cannot be found by address", k.addr));
                     }
                 }
                 count += 1;
@@ -730,17 +638,12 @@ impl Space {
             }
         }
         if starts != self.starts.len() || count != self.blocks.len() - 1 - self.vacant.len() {
-            return Err(format!(
-                "{count} blocks linked, {starts} in use; the tables say otherwise"
-            ));
+            return Err(format!("{count} blocks linked, {starts} in use; the tables say otherwise"));
         }
         for (i, o) in self.owners.iter().enumerate() {
             let sums = seen[i];
             if (o.free, o.live, o.cached) != sums || (!o.used && sums != (0, 0, 0)) {
-                return Err(format!(
-                    "owner {i} counts {:?}, its blocks sum to {sums:?}",
-                    (o.free, o.live, o.cached)
-                ));
+                return Err(format!("owner {i} counts {:?}, its blocks sum to {sums:?}", (o.free, o.live, o.cached)));
             }
             self.check_lists(i as OwnerId, o)?;
         }
@@ -753,16 +656,12 @@ impl Space {
         for (top, row) in o.heads.iter().enumerate() {
             for (sub, &head) in row.iter().enumerate() {
                 if (head != NIL) != (o.sub[top] & (1 << sub) != 0) {
-                    return Err(format!(
-                        "owner {i}: bitmap and list disagree in class {top}.{sub}"
-                    ));
+                    return Err(format!("owner {i}: bitmap and list disagree in class {top}.{sub}"));
                 }
                 for b in self.chain(head) {
                     let k = &self.blocks[b as usize];
                     if k.state != State::Free || k.owner != i || class_of(k.size) != (top, sub) {
-                        return Err(format!(
-                            "owner {i}: block {b} is listed in class {top}.{sub} wrongly"
-                        ));
+                        return Err(format!("owner {i}: block {b} is listed in class {top}.{sub} wrongly"));
                     }
                     listed += k.size;
                 }
@@ -772,187 +671,11 @@ impl Space {
             }
         }
         if listed != o.free {
-            return Err(format!(
-                "owner {i}: {listed} bytes listed, {} counted free",
-                o.free
-            ));
+            return Err(format!("owner {i}: {listed} bytes listed, {} counted free", o.free));
         }
         Ok(())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Rng(u64);
-    impl Rng {
-        fn next(&mut self, below: u64) -> u64 {
-            self.0 ^= self.0 << 13;
-            self.0 ^= self.0 >> 7;
-            self.0 ^= self.0 << 17;
-            self.0 % below
-        }
-    }
-
-    #[test]
-    fn exact_accounting_and_full_coalescing() {
-        let mut s = Space::new();
-        let o = s.add_owner();
-        s.add_region(0x1000_0000, 4096, o);
-        let a = s.alloc(o, 1024).unwrap();
-        assert_eq!((s.free_bytes(o), s.live_bytes(o)), (3072, 1024));
-        let b = s.alloc(o, 1).unwrap();
-        assert_eq!(s.addr(b), s.addr(a) + 1024);
-        assert_eq!(s.size(b), 512);
-        assert!(s.alloc(o, 4096).is_none());
-        assert_eq!(s.lookup(s.addr(b) + 512), None);
-        s.free(a, o, 3);
-        assert_eq!(s.lookup(0x1000_0000), None);
-        let whole = s.free(b, o, 2);
-        assert_eq!((s.size(whole), s.stamp(whole)), (4096, 3));
-        assert!(s.alloc(o, 4096).is_some(), "the last byte can be had");
-        assert_eq!(s.largest_free(o), 0);
-        s.check().unwrap();
-    }
-
-    #[test]
-    fn owners_do_not_mix_until_told() {
-        let mut s = Space::new();
-        let (a, b) = (s.add_owner(), s.add_owner());
-        s.add_region(0x2000_0000, 8192, a);
-        let x = s.alloc(a, 4096).unwrap();
-        let freed = s.free(x, b, 7);
-        assert_eq!((s.free_bytes(a), s.free_bytes(b)), (4096, 4096));
-        assert!(s.alloc(a, 8192).is_none());
-        let whole = s.set_owner(freed, a);
-        assert_eq!((s.size(whole), s.stamp(whole)), (8192, 7));
-        let (first, rest) = s.split(whole, 512);
-        s.set_owner(first, b);
-        assert_eq!(s.size(rest.unwrap()), 7680);
-        s.check().unwrap();
-        assert!(s.remove_region(0x2000_0000, 8192).is_ok());
-        s.remove_owner(a);
-        s.check().unwrap();
-    }
-
-    #[test]
-    fn huge_and_odd_sizes() {
-        let mut s = Space::new();
-        let o = s.add_owner();
-        s.add_region(1 << 40, 1 << 40, o);
-        assert!(s.alloc(o, usize::MAX).is_none());
-        assert!(s.alloc(o, 1 << 62).is_none());
-        let b = s.alloc(o, (1 << 40) - 1).unwrap();
-        assert_eq!(s.size(b), 1 << 40);
-        assert!(
-            s.remove_region(1 << 40, 1 << 40).is_err(),
-            "a live block keeps its region"
-        );
-        s.forget_region(1 << 40, 1 << 40);
-        assert!(s.owns_nothing(o));
-        s.check().unwrap();
-    }
-
-    #[test]
-    fn ranges_can_be_taken_out_of_a_region() {
-        let base = 1 << 30;
-        for (skip, size) in [
-            (0, 4096),
-            (0, 16384),
-            (4096, 4096),
-            (12288, 4096),
-            (512, 1024),
-        ] {
-            let mut s = Space::new();
-            let o = s.add_owner();
-            s.add_region(base, 16384, o);
-            s.remove_region(base + skip, size).unwrap();
-            s.check().unwrap();
-            assert_eq!((s.total(), s.free_bytes(o)), (16384 - size, 16384 - size));
-            assert!(s.remove_region(base + skip, size).is_err(), "it is gone");
-        }
-        let mut s = Space::new();
-        let (a, b) = (s.add_owner(), s.add_owner());
-        s.add_region(base, 16384, a);
-        let x = s.alloc(a, 4096).unwrap();
-        let y = s.alloc(a, 4096).unwrap();
-        let z = s.alloc(a, 4096).unwrap();
-        s.free(y, b, 5);
-        assert_eq!(
-            s.free_runs(base),
-            [
-                (base + 4096, base + 8192, 5),
-                (base + 12288, base + 16384, 0)
-            ]
-        );
-        assert!(s.remove_region(base + 4096, 8192).is_err(), "z is live");
-        s.free(z, a, 6);
-        assert_eq!(s.free_runs(base), [(base + 4096, base + 16384, 6)]);
-        s.remove_region(base + 6144, 8192).unwrap();
-        s.check().unwrap();
-        assert_eq!((s.free_bytes(b), s.free_bytes(a)), (2048, 2048));
-        assert_eq!(s.lookup(base), Some(x));
-    }
-
-    #[test]
-    fn random_operations_keep_the_invariants() {
-        let mut rng = Rng(0x1234_5678_9abc_def1);
-        let mut s = Space::new();
-        let owners: Vec<OwnerId> = (0..4).map(|_| s.add_owner()).collect();
-        for r in 0..4u64 {
-            s.add_region((r + 1) << 30, 4 << 20, owners[r as usize]);
-        }
-        let mut live: Vec<(BlockId, u64, usize)> = Vec::new();
-        for step in 0..60_000u64 {
-            let o = owners[rng.next(4) as usize];
-            match rng.next(8) {
-                0..=3 => {
-                    let magnitude = 9 + rng.next(10);
-                    let size = 1 + rng.next(1 << magnitude) as usize;
-                    if let Some(b) = s.alloc(o, size) {
-                        let (a, n) = (s.addr(b), s.size(b));
-                        assert!(n >= size);
-                        assert!(
-                            live.iter()
-                                .all(|&(_, x, m)| a + n as u64 <= x || x + m as u64 <= a),
-                            "overlap"
-                        );
-                        live.push((b, a, n));
-                    } else {
-                        assert!(s.largest_free(o) < size, "a block that fits was not found");
-                    }
-                }
-                4..=5 if !live.is_empty() => {
-                    let (b, a, _) = live.swap_remove(rng.next(live.len() as u64) as usize);
-                    assert_eq!(s.lookup(a), Some(b));
-                    s.free(b, o, step);
-                    assert_eq!(s.lookup(a), None);
-                }
-                6 if !live.is_empty() => {
-                    let (b, a, _) = live[rng.next(live.len() as u64) as usize];
-                    s.cache(b, o, step);
-                    assert_eq!(s.lookup(a), None, "a cached block is not live");
-                    s.uncache(b, o);
-                }
-                _ => {
-                    let free = s.free_blocks(o);
-                    if let Some(&b) = free.get(rng.next(free.len().max(1) as u64) as usize) {
-                        s.set_owner(b, owners[rng.next(4) as usize]);
-                    }
-                }
-            }
-            if step % 64 == 0 {
-                s.check().unwrap();
-            }
-        }
-        for (b, _, _) in live {
-            s.free(b, owners[0], 0);
-        }
-        s.check().unwrap();
-        assert_eq!(
-            owners.iter().map(|&o| s.free_bytes(o)).sum::<usize>(),
-            16 << 20
-        );
-    }
-}
+mod tests;

@@ -6,14 +6,7 @@ use super::*;
 use crate::testing::{self, Rng, Sim};
 
 fn config() -> Config {
-    Config {
-        bin_growth: 2,
-        bin_steps: 8,
-        bin_min: 512,
-        bin_max: MIB,
-        max_cached: None,
-        ..Config::default()
-    }
+    Config { bin_growth: 2, bin_steps: 8, bin_min: 512, bin_max: MIB, max_cached: None, ..Config::default() }
 }
 
 /// A pool of its own over device `ordinal`'s primary context, which is current afterwards.
@@ -60,29 +53,14 @@ fn wrong_pointers_change_nothing() {
     let p = pool.malloc(4096, Stream::NULL).unwrap();
     let before = pool.stats();
     for wrong in [0, p + 512, p + 4096, 0xdead_beef_0000, u64::MAX] {
-        assert!(
-            matches!(pool.free(wrong, Stream::NULL), Err(Error::UnknownPointer)),
-            "{wrong:#x}"
-        );
+        assert!(matches!(pool.free(wrong, Stream::NULL), Err(Error::UnknownPointer)), "{wrong:#x}");
     }
     assert_eq!(pool.stats().live, before.live);
-    assert!(matches!(
-        pool.malloc(0, Stream::NULL),
-        Err(Error::InvalidArgument)
-    ));
-    assert!(matches!(
-        pool.malloc(usize::MAX, Stream::NULL),
-        Err(Error::OutOfMemory { .. })
-    ));
-    assert!(matches!(
-        pool.malloc(4 << 40, Stream::NULL),
-        Err(Error::OutOfMemory { .. })
-    ));
+    assert!(matches!(pool.malloc(0, Stream::NULL), Err(Error::InvalidArgument)));
+    assert!(matches!(pool.malloc(usize::MAX, Stream::NULL), Err(Error::OutOfMemory { .. })));
+    assert!(matches!(pool.malloc(4 << 40, Stream::NULL), Err(Error::OutOfMemory { .. })));
     pool.free(p, Stream::NULL).unwrap();
-    assert!(
-        matches!(pool.free(p, Stream::NULL), Err(Error::UnknownPointer)),
-        "freed twice"
-    );
+    assert!(matches!(pool.free(p, Stream::NULL), Err(Error::UnknownPointer)), "freed twice");
     empty(&pool);
 }
 
@@ -145,24 +123,13 @@ fn a_new_stream_under_an_old_handle_is_another_stream() {
     pool.free(p, old).unwrap();
     sim.destroy(old);
     let new = sim.stream();
-    assert_eq!(
-        old, new,
-        "the stand-in gives the handle back, as the real driver does"
-    );
-    assert_ne!(
-        pool.malloc(4096, new).unwrap(),
-        p,
-        "the old stream's work is not done"
-    );
+    assert_eq!(old, new, "the stand-in gives the handle back, as the real driver does");
+    assert_ne!(pool.malloc(4096, new).unwrap(), p, "the old stream's work is not done");
     gate.open();
     sim.driver.ctx_synchronize().unwrap();
     let live: Vec<u64> = {
         let space = &pool.inner.lock().space;
-        space
-            .live_blocks(None)
-            .into_iter()
-            .map(|b| space.addr(b))
-            .collect()
+        space.live_blocks(None).into_iter().map(|b| space.addr(b)).collect()
     };
     live.into_iter().for_each(|p| pool.free(p, new).unwrap());
     empty(&pool);
@@ -187,10 +154,7 @@ fn a_refused_page_leaves_nothing_behind() {
         }
     }
     sim.fail("cuMemCreate:every:1");
-    assert!(matches!(
-        pool.malloc(MIB, Stream::NULL),
-        Err(Error::OutOfMemory { .. })
-    ));
+    assert!(matches!(pool.malloc(MIB, Stream::NULL), Err(Error::OutOfMemory { .. })));
     sim.fail("");
     let p = pool.malloc(MIB, Stream::NULL).unwrap();
     pool.free(p, Stream::NULL).unwrap();
@@ -205,27 +169,14 @@ fn idle_memory_is_given_back_before_an_allocation_fails() {
     let part = total / 8 / MIB * MIB;
     let (a, b) = (sim.stream(), sim.stream());
     // All of the device in eighths, freed on one stream; then one block of three quarters on another.
-    let blocks: Vec<_> = std::iter::from_fn(|| pool.malloc(part, a).ok())
-        .take(7)
-        .collect();
+    let blocks: Vec<_> = std::iter::from_fn(|| pool.malloc(part, a).ok()).take(7).collect();
     assert_eq!(blocks.len(), 7);
     for p in blocks {
         pool.free(p, a).unwrap();
     }
-    let p = pool
-        .malloc(6 * part, b)
-        .expect("idle segments are given back");
+    let p = pool.malloc(6 * part, b).expect("idle segments are given back");
     let e = pool.malloc(6 * part, b).unwrap_err();
-    assert!(
-        matches!(
-            e,
-            Error::OutOfMemory {
-                detail: Some(_),
-                ..
-            }
-        ),
-        "{e:?}"
-    );
+    assert!(matches!(e, Error::OutOfMemory { detail: Some(_), .. }), "{e:?}");
     pool.free(p, b).unwrap();
     pool.trim(0).unwrap();
     empty(&pool);
@@ -237,18 +188,12 @@ fn idle_memory_is_given_back_before_an_allocation_fails() {
 #[test]
 fn random_operations_never_show_a_foreign_write() {
     let sim = testing::sim();
-    let total: u64 = std::env::var("GPUPOOL_STRESS_OPS")
-        .ok()
-        .and_then(|v| v.parse().ok())
-        .unwrap_or(1_000_000);
+    let total: u64 = std::env::var("GPUPOOL_STRESS_OPS").ok().and_then(|v| v.parse().ok()).unwrap_or(1_000_000);
     let pools: Vec<_> = (0..2).map(|d| pool(&sim, d)).collect();
     let streams: Vec<Vec<Stream>> = (0..2)
         .map(|d| {
             sim.context(d);
-            (0..4)
-                .map(|_| sim.stream())
-                .chain([Stream::LEGACY])
-                .collect()
+            (0..4).map(|_| sim.stream()).chain([Stream::LEGACY]).collect()
         })
         .collect();
     let done = AtomicU64::new(0);
@@ -284,8 +229,7 @@ fn random_operations_never_show_a_foreign_write() {
                             live.push((p, size, device, s, value));
                         }
                     } else if !live.is_empty() {
-                        let (p, size, device, s, value) =
-                            live.swap_remove(rng.below(live.len() as u64) as usize);
+                        let (p, size, device, s, value) = live.swap_remove(rng.below(live.len() as u64) as usize);
                         let slot = seen.wrapping_add(2 * reads.len());
                         sim.copy_to_host(slot, p, 1, s);
                         sim.copy_to_host(slot.wrapping_add(1), p + size as u64 - 1, 1, s);
@@ -297,10 +241,7 @@ fn random_operations_never_show_a_foreign_write() {
                         for (i, (value, s)) in reads.drain(..).enumerate() {
                             // SAFETY: 256 bytes that nothing writes any more: the context is idle.
                             let seen = unsafe { [*seen.add(2 * i), *seen.add(2 * i + 1)] };
-                            assert_eq!(
-                                seen, [value; 2],
-                                "a foreign write on stream {s:?} at operation {op}"
-                            );
+                            assert_eq!(seen, [value; 2], "a foreign write on stream {s:?} at operation {op}");
                         }
                     }
                     if op % 512 == 511 {

@@ -14,20 +14,12 @@ pub struct BlockSource {
 
 /// `cuMemAlloc` in `ctx`.
 pub fn device(driver: &'static Driver, ctx: Context) -> BlockSource {
-    BlockSource {
-        driver,
-        ctx,
-        managed_on: None,
-    }
+    BlockSource { driver, ctx, managed_on: None }
 }
 
 /// Managed memory, prefetched to device `ordinal`, whose context is `ctx`.
 pub fn managed(driver: &'static Driver, ctx: Context, ordinal: i32) -> BlockSource {
-    BlockSource {
-        driver,
-        ctx,
-        managed_on: Some(ordinal),
-    }
+    BlockSource { driver, ctx, managed_on: Some(ordinal) }
 }
 
 impl Source for BlockSource {
@@ -38,20 +30,13 @@ impl Source for BlockSource {
             Some(ordinal) => {
                 let base = self.driver.mem_alloc_managed(size)?;
                 // A hint: devices without it fault the pages in.
-                if let Err(e) = self
-                    .driver
-                    .mem_prefetch(base, size, ordinal, Stream::LEGACY)
-                {
+                if let Err(e) = self.driver.mem_prefetch(base, size, ordinal, Stream::LEGACY) {
                     log::debug!("managed memory was not prefetched: {e:?}");
                 }
                 base
             }
         };
-        Ok(Segment {
-            base,
-            size,
-            parts: vec![(PageHandle(0), size)],
-        })
+        Ok(Segment { base, size, parts: vec![(PageHandle(0), size)] })
     }
 
     fn release(&self, segment: Segment) -> CuResult<()> {
@@ -60,10 +45,6 @@ impl Source for BlockSource {
     }
 
     fn kind(&self) -> SourceKind {
-        if self.managed_on.is_some() {
-            SourceKind::Managed
-        } else {
-            SourceKind::Device
-        }
+        if self.managed_on.is_some() { SourceKind::Managed } else { SourceKind::Device }
     }
 }

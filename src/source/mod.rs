@@ -55,14 +55,7 @@ impl Segment {
                     run.size += part.1;
                     run.parts.push(part);
                 }
-                _ => out.push((
-                    flag,
-                    Segment {
-                        base: at,
-                        size: part.1,
-                        parts: vec![part],
-                    },
-                )),
+                _ => out.push((flag, Segment { base: at, size: part.1, parts: vec![part] })),
             }
             at += part.1 as u64;
         }

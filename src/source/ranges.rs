@@ -9,9 +9,7 @@ pub struct Ranges {
 
 impl Ranges {
     pub fn new(base: u64, size: usize) -> Ranges {
-        Ranges {
-            free: BTreeMap::from([(base, size)]),
-        }
+        Ranges { free: BTreeMap::from([(base, size)]) }
     }
 
     pub fn take(&mut self, size: usize) -> Option<u64> {
@@ -51,12 +49,7 @@ mod tests {
             if taken.len() < 50 && rng.below(2) == 0 {
                 let size = (1 + rng.below(16) as usize) << 21;
                 if let Some(base) = ranges.take(size) {
-                    assert!(
-                        taken
-                            .iter()
-                            .all(|&(b, n)| base + size as u64 <= b || b + n as u64 <= base),
-                        "overlap"
-                    );
+                    assert!(taken.iter().all(|&(b, n)| base + size as u64 <= b || b + n as u64 <= base), "overlap");
                     taken.push((base, size));
                 }
             } else if !taken.is_empty() {

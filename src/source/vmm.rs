@@ -46,10 +46,7 @@ pub fn vmm(driver: &'static Driver, ordinal: i32) -> CuResult<VmmSource> {
         Some(ranges) => ranges,
         None => {
             let (base, size) = reserve(driver, total)?;
-            log::debug!(
-                "device {ordinal}: {} GiB of addresses at {base:#x}",
-                size >> 30
-            );
+            log::debug!("device {ordinal}: {} GiB of addresses at {base:#x}", size >> 30);
             let mut reserved = RESERVED.lock();
             // Should another thread have been faster, this reservation stays unused.
             let mine = || &*Box::leak(Box::new(Mutex::new(Ranges::new(base, size))));
@@ -59,22 +56,11 @@ pub fn vmm(driver: &'static Driver, ordinal: i32) -> CuResult<VmmSource> {
     let peers = (0..driver.device_count()?)
         .filter(|&peer| peer != ordinal && driver.can_access_peer(peer, ordinal).unwrap_or(false));
     let readers = std::iter::once(ordinal).chain(peers).collect();
-    Ok(VmmSource {
-        driver,
-        ordinal,
-        granularity,
-        page_max,
-        total,
-        readers,
-        ranges,
-    })
+    Ok(VmmSource { driver, ordinal, granularity, page_max, total, readers, ranges })
 }
 
 fn reserve(driver: &Driver, total: usize) -> CuResult<(DevicePtr, usize)> {
-    let mut size = total
-        .saturating_mul(RESERVE_FACTOR)
-        .next_power_of_two()
-        .max(RESERVE_MIN);
+    let mut size = total.saturating_mul(RESERVE_FACTOR).next_power_of_two().max(RESERVE_MIN);
     loop {
         match driver.va_reserve(size) {
             Ok(base) => return Ok((base, size)),
@@ -86,12 +72,7 @@ fn reserve(driver: &Driver, total: usize) -> CuResult<(DevicePtr, usize)> {
 
 impl VmmSource {
     /// Creates and maps pages for `size` bytes at `base`, telling of each in `parts`.
-    fn populate(
-        &self,
-        base: DevicePtr,
-        size: usize,
-        parts: &mut Vec<(PageHandle, usize)>,
-    ) -> CuResult<()> {
+    fn populate(&self, base: DevicePtr, size: usize, parts: &mut Vec<(PageHandle, usize)>) -> CuResult<()> {
         let mut done = 0;
         while done < size {
             let page = self.page_max.min(size - done);
@@ -106,10 +87,7 @@ impl VmmSource {
         match self.driver.page_access(base, size, &self.readers) {
             // A peer may refuse; the device's own memory must not fail for that.
             Err(e) if self.readers.len() > 1 && e != CuError::OUT_OF_MEMORY => {
-                log::debug!(
-                    "device {}: pages are not open to its peers: {e:?}",
-                    self.ordinal
-                );
+                log::debug!("device {}: pages are not open to its peers: {e:?}", self.ordinal);
                 self.driver.page_access(base, size, &[self.ordinal])
             }
             other => other,
@@ -135,23 +113,13 @@ impl VmmSource {
 
 impl Source for VmmSource {
     fn acquire(&self, size: usize) -> CuResult<Segment> {
-        let size = size
-            .checked_next_multiple_of(self.granularity)
-            .ok_or(CuError::OUT_OF_MEMORY)?;
+        let size = size.checked_next_multiple_of(self.granularity).ok_or(CuError::OUT_OF_MEMORY)?;
         // Said before thousands of pages are made and given back: more than there is.
-        let free = if size >= LARGE {
-            self.driver.mem_info().map_or(self.total, |(free, _)| free)
-        } else {
-            self.total
-        };
+        let free = if size >= LARGE { self.driver.mem_info().map_or(self.total, |(free, _)| free) } else { self.total };
         if size > free {
             return Err(CuError::OUT_OF_MEMORY);
         }
-        let base = self
-            .ranges
-            .lock()
-            .take(size)
-            .ok_or(CuError::OUT_OF_MEMORY)?;
+        let base = self.ranges.lock().take(size).ok_or(CuError::OUT_OF_MEMORY)?;
         let mut parts = Vec::with_capacity(size.div_ceil(self.page_max).min(1 << 12));
         match self.populate(base, size, &mut parts) {
             Ok(()) => Ok(Segment { base, size, parts }),
@@ -165,11 +133,7 @@ impl Source for VmmSource {
                 }
                 // Whatever step refused, there is no memory to be had now.
                 log::debug!("{size} bytes of pages could not be had: {e:?}");
-                Err(if is_final(e) {
-                    e
-                } else {
-                    CuError::OUT_OF_MEMORY
-                })
+                Err(if is_final(e) { e } else { CuError::OUT_OF_MEMORY })
             }
         }
     }
@@ -185,8 +149,5 @@ impl Source for VmmSource {
 
 /// Errors that no retry helps: the driver or the context is gone.
 fn is_final(e: CuError) -> bool {
-    matches!(
-        e,
-        CuError::NOT_INITIALIZED | CuError::DEINITIALIZED | CuError::NO_DEVICE
-    ) || e.0 >= 700
+    matches!(e, CuError::NOT_INITIALIZED | CuError::DEINITIALIZED | CuError::NO_DEVICE) || e.0 >= 700
 }

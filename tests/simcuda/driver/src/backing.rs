@@ -34,23 +34,15 @@ impl DeviceFile {
         // SAFETY: `name` is a C string; the new descriptor is owned by nobody else.
         unsafe {
             let fd = libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC);
-            assert!(
-                fd >= 0 && libc::ftruncate(fd, FILE_BYTES) == 0,
-                "memory for device {ordinal}"
-            );
-            DeviceFile {
-                fd: OwnedFd::from_raw_fd(fd),
-            }
+            assert!(fd >= 0 && libc::ftruncate(fd, FILE_BYTES) == 0, "memory for device {ordinal}");
+            DeviceFile { fd: OwnedFd::from_raw_fd(fd) }
         }
     }
 
     /// Takes over a descriptor that names some process's device; None when it does not.
     pub fn adopt(fd: OwnedFd) -> Option<(DeviceFile, i32)> {
         let target = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).ok()?;
-        let rest = target
-            .to_str()?
-            .strip_prefix("/memfd:")?
-            .strip_prefix(NAME)?;
+        let rest = target.to_str()?.strip_prefix("/memfd:")?.strip_prefix(NAME)?;
         let ordinal = rest.split(' ').next()?.parse().ok()?;
         Some((DeviceFile { fd }, ordinal))
     }
@@ -72,11 +64,7 @@ impl DeviceFile {
 const NAME: &str = "simcuda-device-";
 
 pub fn open(path: &str) -> Option<OwnedFd> {
-    let file = std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(path)
-        .ok()?;
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path).ok()?;
     Some(file.into())
 }
 
@@ -132,14 +120,7 @@ pub fn reserve(bytes: usize, align: usize, hint: u64) -> Option<u64> {
     // SAFETY: new mappings only: FIXED_NOREPLACE never replaces one, and what is unmapped was mapped here.
     unsafe {
         if hint != 0 && hint.is_multiple_of(align as u64) {
-            let at = libc::mmap(
-                hint as *mut _,
-                bytes,
-                libc::PROT_NONE,
-                flags | libc::MAP_FIXED_NOREPLACE,
-                -1,
-                0,
-            );
+            let at = libc::mmap(hint as *mut _, bytes, libc::PROT_NONE, flags | libc::MAP_FIXED_NOREPLACE, -1, 0);
             if at as u64 == hint {
                 return Some(hint);
             }
@@ -175,10 +156,7 @@ pub fn vacate(address: u64, bytes: u64) {
             0,
         )
     };
-    assert_eq!(
-        at as u64, address,
-        "the host cannot unmap: too many mappings?"
-    );
+    assert_eq!(at as u64, address, "the host cannot unmap: too many mappings?");
 }
 
 pub fn unreserve(address: u64, bytes: u64) {
@@ -211,9 +189,7 @@ pub struct Arena {
 impl Arena {
     pub fn new() -> Arena {
         let base = reserve(ARENA_BYTES, 2 << 20, 0).expect("address space for device memory");
-        Arena {
-            free: BTreeMap::from([(base, ARENA_BYTES as u64)]),
-        }
+        Arena { free: BTreeMap::from([(base, ARENA_BYTES as u64)]) }
     }
 
     /// The lowest free range of `bytes` (whole pages) aligned to `align`.
@@ -227,8 +203,7 @@ impl Arena {
             self.free.insert(start, base - start);
         }
         if base + bytes < start + size {
-            self.free
-                .insert(base + bytes, start + size - (base + bytes));
+            self.free.insert(base + bytes, start + size - (base + bytes));
         }
         Some(base)
     }

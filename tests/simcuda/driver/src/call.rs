@@ -31,12 +31,7 @@ thread_local! {
 
 impl Site {
     pub const fn new(name: &'static str, any_time: bool) -> Site {
-        Site {
-            name,
-            calls: AtomicU64::new(0),
-            listed: AtomicBool::new(false),
-            any_time,
-        }
+        Site { name, calls: AtomicU64::new(0), listed: AtomicBool::new(false), any_time }
     }
 
     fn count(&'static self) {
@@ -85,11 +80,7 @@ fn answer(site: &'static Site, body: impl FnOnce() -> Answer) -> u32 {
 /// Calls of a function, named with or without its suffixes, since the start or the last `reset_counts`.
 pub fn count(name: &str) -> u64 {
     let sites = SITES.lock();
-    sites
-        .iter()
-        .filter(|site| fault::names(name, site.name))
-        .map(|site| site.calls.load(Ordering::Relaxed))
-        .sum()
+    sites.iter().filter(|site| fault::names(name, site.name)).map(|site| site.calls.load(Ordering::Relaxed)).sum()
 }
 
 pub fn reset_counts() {

@@ -75,11 +75,7 @@ fn refuse<'a>(captures: impl Iterator<Item = &'a Arc<Capture>>) -> Answer {
         capture.invalidate();
         any = true;
     }
-    if any {
-        Err(STREAM_CAPTURE_UNSUPPORTED)
-    } else {
-        Ok(())
-    }
+    if any { Err(STREAM_CAPTURE_UNSUPPORTED) } else { Ok(()) }
 }
 
 /// For calls that may wait or touch the legacy stream inside ("potentially unsafe"): refused by this thread's own captures
@@ -89,20 +85,13 @@ pub fn refuse_unsafe(st: &State) -> Answer {
     refuse(st.captures.iter().filter(|capture| match mode {
         Mode::Relaxed => false,
         Mode::ThreadLocal => capture.thread == thread() && capture.mode != Mode::Relaxed,
-        Mode::Global => {
-            capture.mode == Mode::Global
-                || (capture.thread == thread() && capture.mode != Mode::Relaxed)
-        }
+        Mode::Global => capture.mode == Mode::Global || (capture.thread == thread() && capture.mode != Mode::Relaxed),
     }))
 }
 
 /// For calls that concern all streams of a context: refused in every mode.
 pub fn refuse_in_context(st: &State, context: usize) -> Answer {
-    refuse(
-        st.captures
-            .iter()
-            .filter(|capture| capture.context == context),
-    )
+    refuse(st.captures.iter().filter(|capture| capture.context == context))
 }
 
 /// For calls that wait for a stream.
@@ -117,28 +106,15 @@ fn refuse_implicit(st: &State, stream: &Stream, invalidate: bool) -> Answer {
         return Ok(());
     }
     let mut found = false;
-    for capture in st
-        .captures
-        .iter()
-        .filter(|capture| capture.context == stream.context)
-    {
-        if capture
-            .members
-            .lock()
-            .iter()
-            .any(|member| member.is_blocking())
-        {
+    for capture in st.captures.iter().filter(|capture| capture.context == stream.context) {
+        if capture.members.lock().iter().any(|member| member.is_blocking()) {
             found = true;
             if invalidate {
                 capture.invalidate();
             }
         }
     }
-    if found {
-        Err(STREAM_CAPTURE_IMPLICIT)
-    } else {
-        Ok(())
-    }
+    if found { Err(STREAM_CAPTURE_IMPLICIT) } else { Ok(()) }
 }
 
 /// An event last recorded in a capture has no state to ask for: 907.
@@ -171,11 +147,7 @@ pub fn take(st: &State, stream: &Arc<Stream>, op: &Op) -> CuResult<bool> {
 }
 
 /// A free on a capturing stream: the memory goes over to the graph. Gives it back when there is no capture.
-pub fn take_free(
-    st: &State,
-    stream: &Arc<Stream>,
-    freed: Arc<Freed>,
-) -> CuResult<Option<Arc<Freed>>> {
+pub fn take_free(st: &State, stream: &Arc<Stream>, freed: Arc<Freed>) -> CuResult<Option<Arc<Freed>>> {
     refuse_implicit(st, stream, true)?;
     match of(stream) {
         None => Ok(Some(freed)),
@@ -200,12 +172,7 @@ pub fn join(st: &mut State, stream: &Arc<Stream>, event: usize) -> CuResult<bool
             }
         };
     };
-    let theirs = st
-        .captures
-        .iter()
-        .find(|capture| capture.id == id)
-        .cloned()
-        .ok_or(CAPTURED_EVENT)?;
+    let theirs = st.captures.iter().find(|capture| capture.id == id).cloned().ok_or(CAPTURED_EVENT)?;
     match mine {
         Some(capture) if capture.id == id => Ok(true),
         Some(capture) => {

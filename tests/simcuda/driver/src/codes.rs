@@ -82,10 +82,7 @@ impl MemLocation {
     pub const HOST_NUMA_CURRENT: c_int = 4;
 
     pub fn device(ordinal: i32) -> MemLocation {
-        MemLocation {
-            kind: MemLocation::DEVICE,
-            id: ordinal,
-        }
+        MemLocation { kind: MemLocation::DEVICE, id: ordinal }
     }
 }
 

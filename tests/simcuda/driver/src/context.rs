@@ -51,44 +51,28 @@ impl Context {
     }
 
     fn streams(&self) -> impl Iterator<Item = &Arc<Stream>> {
-        std::iter::once(&self.legacy)
-            .chain(self.per_thread.values())
-            .chain(&self.created)
+        std::iter::once(&self.legacy).chain(self.per_thread.values()).chain(&self.created)
     }
 
     /// Unfinished work of every stream, destroyed ones too.
     pub fn pending(&self) -> Vec<Dep> {
         let orphans = self.orphans.iter().filter(|dep| !dep.is_done()).cloned();
-        self.streams()
-            .filter_map(Stream::pending)
-            .chain(orphans)
-            .collect()
+        self.streams().filter_map(Stream::pending).chain(orphans).collect()
     }
 
     /// Gives work to a stream of this context: after what it is told, after the context's barrier, and by the legacy
     /// stream's rules after what the other blocking streams hold.
     pub fn submit(&mut self, stream: &Arc<Stream>, op: Op, mut after: Vec<Dep>) -> Dep {
-        if stream
-            .barrier_seen
-            .swap(self.barrier_number, Ordering::Relaxed)
-            < self.barrier_number
-        {
+        if stream.barrier_seen.swap(self.barrier_number, Ordering::Relaxed) < self.barrier_number {
             self.barrier.retain(|dep| !dep.is_done());
             after.extend(self.barrier.iter().cloned());
         }
         if stream.kind == Kind::Legacy {
             self.orphans.retain(|dep| !dep.is_done());
             after.extend(
-                self.streams()
-                    .filter(|s| s.is_blocking() && s.kind != Kind::Legacy)
-                    .filter_map(Stream::pending),
+                self.streams().filter(|s| s.is_blocking() && s.kind != Kind::Legacy).filter_map(Stream::pending),
             );
-            after.extend(
-                self.orphans
-                    .iter()
-                    .filter(|dep| dep.stream.is_blocking())
-                    .cloned(),
-            );
+            after.extend(self.orphans.iter().filter(|dep| dep.stream.is_blocking()).cloned());
         } else if stream.is_blocking() {
             after.extend(self.legacy.pending());
         }
@@ -149,11 +133,7 @@ impl State {
     /// A context that is alive; 709 when it is no more, 201 when it never was.
     pub fn context(&mut self, handle: usize) -> CuResult<&mut Context> {
         let known = self.contexts.knows(handle);
-        self.contexts.get_mut(handle).ok_or(if known {
-            CONTEXT_IS_DESTROYED
-        } else {
-            INVALID_CONTEXT
-        })
+        self.contexts.get_mut(handle).ok_or(if known { CONTEXT_IS_DESTROYED } else { INVALID_CONTEXT })
     }
 
     pub fn current(&mut self) -> CuResult<&mut Context> {
@@ -391,9 +371,7 @@ fn create(context: *mut usize, flags: u32, device: c_int) -> Answer {
     }
     let mut st = state();
     let id = st.context_id();
-    let handle = st
-        .contexts
-        .insert(Context::new(0, id, device, flags, false));
+    let handle = st.contexts.insert(Context::new(0, id, device, flags, false));
     // The streams carry the handle, which is known only now.
     *st.context(handle)? = Context::new(handle, id, device, flags, false);
     drop(st);
@@ -424,13 +402,8 @@ fn retain_primary(st: &mut State, device: c_int) -> usize {
     }
     let flags = st.device(device).primary.flags;
     let id = st.context_id();
-    let handle = if handle == 0 {
-        st.contexts.insert(Context::new(0, id, device, flags, true))
-    } else {
-        handle
-    };
-    st.contexts
-        .revive(handle, Context::new(handle, id, device, flags, true));
+    let handle = if handle == 0 { st.contexts.insert(Context::new(0, id, device, flags, true)) } else { handle };
+    st.contexts.revive(handle, Context::new(handle, id, device, flags, true));
     st.device(device).primary.handle = handle;
     handle
 }

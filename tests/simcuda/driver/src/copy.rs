@@ -108,10 +108,7 @@ fn check_range(st: &State, start: u64, bytes: usize) -> Answer {
 }
 
 fn is_device(st: &State, address: u64) -> bool {
-    st.allocation(address).map_or_else(
-        || st.vmm.mapping(address).is_some(),
-        |found| !found.is_host(),
-    )
+    st.allocation(address).map_or_else(|| st.vmm.mapping(address).is_some(), |found| !found.is_host())
 }
 
 fn is_pageable(st: &State, address: u64) -> bool {
@@ -151,14 +148,5 @@ fn set(dst: u64, value: u32, width: usize, count: usize, stream: usize, null: Nu
         return Err(INVALID_VALUE);
     }
     check_range(&st, dst, bytes)?;
-    st.submit(
-        &stream,
-        Op::Set {
-            dst,
-            value,
-            width,
-            count,
-        },
-    )
-    .map(|_| ())
+    st.submit(&stream, Op::Set { dst, value, width, count }).map(|_| ())
 }

@@ -118,11 +118,7 @@ driver_fns! {
 
 /// Whether `ordinal` is a device.
 pub fn check(ordinal: c_int) -> Answer {
-    if (0..config::get().devices).contains(&ordinal) {
-        Ok(())
-    } else {
-        Err(INVALID_DEVICE)
-    }
+    if (0..config::get().devices).contains(&ordinal) { Ok(()) } else { Err(INVALID_DEVICE) }
 }
 
 fn bus_id(device: c_int) -> String {
@@ -194,23 +190,23 @@ fn attribute_value(attribute: c_int, device: c_int) -> Option<c_int> {
         85 => device,       // MULTI_GPU_BOARD_GROUP_ID
         87 => 2,            // SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO
         88 => 1,            // PAGEABLE_MEMORY_ACCESS
-        89..=91 => 1, // CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, HOST_POINTER_FOR_REGISTERED_MEM
-        92..=94 => 1, // CAN_USE_STREAM_MEM_OPS_V1, 64_BIT, WAIT_VALUE_NOR
-        95 => 1,      // COOPERATIVE_LAUNCH
-        97 => 232_448, // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        99 => 1,      // HOST_REGISTER_SUPPORTED
-        102 | 103 => vmm, // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
-        106 => 32,        // MAX_BLOCKS_PER_MULTIPROCESSOR
-        110 => vmm,       // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
-        111 => 1024,      // RESERVED_SHARED_MEMORY_PER_BLOCK
-        113 => 1,         // READ_ONLY_HOST_REGISTER_SUPPORTED
-        115 | 116 => 1,   // MEMORY_POOLS_SUPPORTED, GPU_DIRECT_RDMA_SUPPORTED
-        117 => 1,         // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
-        118 => 100,       // GPU_DIRECT_RDMA_WRITES_ORDERING
-        119 => 0,         // MEMPOOL_SUPPORTED_HANDLE_TYPES
-        122 | 123 => 1,   // CAN_USE_64_BIT_STREAM_MEM_OPS, WAIT_VALUE_NOR
-        134 => 0,         // HOST_NUMA_ID
-        141 => vmm,       // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        89..=91 => 1,       // CONCURRENT_MANAGED_ACCESS, COMPUTE_PREEMPTION, HOST_POINTER_FOR_REGISTERED_MEM
+        92..=94 => 1,       // CAN_USE_STREAM_MEM_OPS_V1, 64_BIT, WAIT_VALUE_NOR
+        95 => 1,            // COOPERATIVE_LAUNCH
+        97 => 232_448,      // MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        99 => 1,            // HOST_REGISTER_SUPPORTED
+        102 | 103 => vmm,   // VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        106 => 32,          // MAX_BLOCKS_PER_MULTIPROCESSOR
+        110 => vmm,         // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        111 => 1024,        // RESERVED_SHARED_MEMORY_PER_BLOCK
+        113 => 1,           // READ_ONLY_HOST_REGISTER_SUPPORTED
+        115 | 116 => 1,     // MEMORY_POOLS_SUPPORTED, GPU_DIRECT_RDMA_SUPPORTED
+        117 => 1,           // GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS
+        118 => 100,         // GPU_DIRECT_RDMA_WRITES_ORDERING
+        119 => 0,           // MEMPOOL_SUPPORTED_HANDLE_TYPES
+        122 | 123 => 1,     // CAN_USE_64_BIT_STREAM_MEM_OPS, WAIT_VALUE_NOR
+        134 => 0,           // HOST_NUMA_ID
+        141 => vmm,         // HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
         _ if (1..=148).contains(&attribute) => 0,
         _ => return None,
     })

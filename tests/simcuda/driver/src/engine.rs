@@ -173,10 +173,7 @@ impl Stream {
 
     /// All that was submitted so far, unless it is complete.
     pub fn pending(self: &Arc<Stream>) -> Option<Dep> {
-        let dep = Dep {
-            stream: self.clone(),
-            upto: self.submitted.load(Ordering::Acquire),
-        };
+        let dep = Dep { stream: self.clone(), upto: self.submitted.load(Ordering::Acquire) };
         (!dep.is_done()).then_some(dep)
     }
 
@@ -208,10 +205,7 @@ impl Stream {
                 }
             }
         }
-        Dep {
-            stream: self.clone(),
-            upto: number,
-        }
+        Dep { stream: self.clone(), upto: number }
     }
 
     fn work(self: Arc<Stream>) {
@@ -223,8 +217,7 @@ impl Stream {
                 if let Some(job) = queue.jobs.pop_front() {
                     break job;
                 }
-                if self.work.wait_for(&mut queue, WORKER_IDLE).timed_out() && queue.jobs.is_empty()
-                {
+                if self.work.wait_for(&mut queue, WORKER_IDLE).timed_out() && queue.jobs.is_empty() {
                     queue.worker = false;
                     return;
                 }
@@ -252,13 +245,7 @@ fn block_signals() {
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut set);
-        for signal in [
-            libc::SIGSEGV,
-            libc::SIGBUS,
-            libc::SIGILL,
-            libc::SIGFPE,
-            libc::SIGABRT,
-        ] {
+        for signal in [libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE, libc::SIGABRT] {
             libc::sigdelset(&mut set, signal);
         }
         libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
@@ -281,12 +268,7 @@ impl Op {
     fn run(&self) {
         match *self {
             Op::Marker(ref stamp) => reach(stamp.as_deref()),
-            Op::Set {
-                dst,
-                value,
-                width,
-                count,
-            } => {
+            Op::Set { dst, value, width, count } => {
                 dawdle();
                 // SAFETY: the submitter vouches for the range; a range that is not mapped faults, as intended.
                 unsafe { set(dst, value, width, count) }
@@ -297,34 +279,19 @@ impl Op {
                 unsafe { std::ptr::copy(src as *const u8, dst as *mut u8, bytes) }
             }
             // SAFETY: the submitter vouches for its function and data.
-            Op::Host { run, data } => {
-                call::in_host_function(|| unsafe { run(data as *mut c_void) })
-            }
+            Op::Host { run, data } => call::in_host_function(|| unsafe { run(data as *mut c_void) }),
             Op::Callback { run, stream, data } => {
                 // SAFETY: as above.
-                call::in_host_function(|| unsafe {
-                    run(stream, crate::codes::SUCCESS, data as *mut c_void)
-                })
+                call::in_host_function(|| unsafe { run(stream, crate::codes::SUCCESS, data as *mut c_void) })
             }
-            Op::Wait {
-                address,
-                value,
-                wide,
-                condition,
-            } => {
+            Op::Wait { address, value, wide, condition } => {
                 // SAFETY: the submitter vouches that the word stays mapped until the wait is over.
-                while !call::exiting()
-                    && !holds(unsafe { load(address, wide) }, value, wide, condition)
-                {
+                while !call::exiting() && !holds(unsafe { load(address, wide) }, value, wide, condition) {
                     std::thread::sleep(Duration::from_micros(50));
                 }
             }
             // SAFETY: as above; the address is aligned, checked at submission.
-            Op::Write {
-                address,
-                value,
-                wide,
-            } => unsafe {
+            Op::Write { address, value, wide } => unsafe {
                 if wide {
                     AtomicU64::from_ptr(address as *mut u64).store(value, Ordering::Release);
                 } else {

@@ -109,8 +109,7 @@ fn record(event: usize, stream: usize, null: Null) -> Answer {
     let stamp = Arc::new(Stamp::default());
     let covers = st.submit(&stream, Op::Marker(Some(stamp.clone())))?;
     let capture = stream.capture.lock().as_ref().map(|capture| capture.id);
-    st.event(event)?
-        .record(covers.into_iter().collect(), stamp, capture);
+    st.event(event)?.record(covers.into_iter().collect(), stamp, capture);
     Ok(())
 }
 
@@ -128,8 +127,5 @@ fn elapsed(milliseconds: *mut f32, start: usize, end: usize) -> Answer {
         }
         *time = stamp.nanoseconds();
     }
-    write(
-        milliseconds,
-        (times[1] as i64 - times[0] as i64) as f32 / 1e6,
-    )
+    write(milliseconds, (times[1] as i64 - times[0] as i64) as f32 / 1e6)
 }

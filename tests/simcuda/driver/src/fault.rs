@@ -25,12 +25,7 @@ static ARMED: AtomicBool = AtomicBool::new(false);
 
 /// Replaces all rules. Returns false, and changes nothing, when the text cannot be read.
 pub fn set(text: &str) -> bool {
-    let Some(rules) = text
-        .split(',')
-        .map(str::trim)
-        .filter(|t| !t.is_empty())
-        .map(parse)
-        .collect::<Option<Vec<_>>>()
+    let Some(rules) = text.split(',').map(str::trim).filter(|t| !t.is_empty()).map(parse).collect::<Option<Vec<_>>>()
     else {
         return false;
     };
@@ -61,13 +56,7 @@ fn parse(text: &str) -> Option<Rule> {
         Some(code) => code.parse().ok()?,
         None => OUT_OF_MEMORY.0,
     };
-    parts.next().is_none().then_some(Rule {
-        name,
-        nth,
-        every,
-        code,
-        seen: 0,
-    })
+    parts.next().is_none().then_some(Rule { name, nth, every, code, seen: 0 })
 }
 
 /// Counts a call of `name`; the code it is to fail with, if it is.
@@ -76,11 +65,7 @@ pub fn due(name: &str) -> Option<u32> {
         return None;
     }
     let mut failed = None;
-    for rule in RULES
-        .lock()
-        .iter_mut()
-        .filter(|rule| names(&rule.name, name))
-    {
+    for rule in RULES.lock().iter_mut().filter(|rule| names(&rule.name, name)) {
         rule.seen += 1;
         if rule.seen == rule.nth || (rule.every && rule.seen.is_multiple_of(rule.nth)) {
             failed = failed.or(Some(rule.code));
@@ -91,16 +76,9 @@ pub fn due(name: &str) -> Option<u32> {
 
 /// Whether `asked` names the exported function `name`.
 pub fn names(asked: &str, name: &str) -> bool {
-    let plain = name
-        .strip_suffix("_ptsz")
-        .or_else(|| name.strip_suffix("_ptds"))
-        .unwrap_or(name);
+    let plain = name.strip_suffix("_ptsz").or_else(|| name.strip_suffix("_ptds")).unwrap_or(name);
     let base = match plain.rsplit_once("_v") {
-        Some((base, digits))
-            if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) =>
-        {
-            base
-        }
+        Some((base, digits)) if !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit()) => base,
         _ => plain,
     };
     asked == name || asked == plain || asked == base
@@ -125,9 +103,7 @@ mod tests {
         let rule = parse("cuMemCreate:every:5:700").unwrap();
         assert_eq!((rule.nth, rule.every, rule.code), (5, true, 700));
         assert!(
-            parse("cuMemCreate").is_none()
-                && parse("cuMemCreate:0").is_none()
-                && parse("cuMemCreate:1:2:3").is_none()
+            parse("cuMemCreate").is_none() && parse("cuMemCreate:0").is_none() && parse("cuMemCreate:1:2:3").is_none()
         );
     }
 }

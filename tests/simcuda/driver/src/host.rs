@@ -90,9 +90,7 @@ fn allocate(ptr: *mut *mut c_void, bytes: usize, flags: u32) -> Answer {
     let mut st = state();
     let device = st.current()?.device;
     capture::refuse_unsafe(&st)?;
-    let pages = bytes
-        .checked_next_multiple_of(PAGE as usize)
-        .ok_or(OUT_OF_MEMORY)?;
+    let pages = bytes.checked_next_multiple_of(PAGE as usize).ok_or(OUT_OF_MEMORY)?;
     let base = backing::host_pages(pages).ok_or(OUT_OF_MEMORY)?;
     insert(&mut st, base, bytes, device, Kind::Pinned { flags })?;
     write(ptr, base as *mut c_void)
@@ -107,38 +105,17 @@ fn register(ptr: *mut c_void, bytes: usize, flags: u32) -> Answer {
     capture::refuse_unsafe(&st)?;
     let start = ptr as u64;
     let end = start.checked_add(bytes as u64).ok_or(INVALID_VALUE)?;
-    let last = st
-        .allocations
-        .range(..end)
-        .next_back()
-        .map(|(_, found)| found.base + found.size as u64);
+    let last = st.allocations.range(..end).next_back().map(|(_, found)| found.base + found.size as u64);
     if last.is_some_and(|last| last > start) {
         return Err(HOST_MEMORY_ALREADY_REGISTERED);
     }
-    insert(
-        &mut st,
-        start,
-        bytes,
-        device,
-        Kind::Registered {
-            flags: flags | DEVICE_MAP,
-        },
-    )
+    insert(&mut st, start, bytes, device, Kind::Registered { flags: flags | DEVICE_MAP })
 }
 
 fn insert(st: &mut State, base: u64, size: usize, device: i32, kind: Kind) -> Answer {
     let context = current()?;
     let buffer_id = st.buffer_id();
-    let allocation = Allocation {
-        base,
-        size,
-        device,
-        context,
-        kind,
-        extent: None,
-        buffer_id,
-        sync_memops: false,
-    };
+    let allocation = Allocation { base, size, device, context, kind, extent: None, buffer_id, sync_memops: false };
     st.allocations.insert(base, allocation);
     Ok(())
 }

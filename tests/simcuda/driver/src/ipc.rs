@@ -79,11 +79,7 @@ fn open(ptr: *mut u64, handle: &IpcMemHandle, flags: u32) -> Answer {
         return Err(INVALID_VALUE);
     }
     // SAFETY: both are 64 bytes of plain data; alignment is not assumed.
-    let content: Content = unsafe {
-        (handle as *const IpcMemHandle)
-            .cast::<Content>()
-            .read_unaligned()
-    };
+    let content: Content = unsafe { (handle as *const IpcMemHandle).cast::<Content>().read_unaligned() };
     if content.magic != MAGIC {
         return Err(INVALID_VALUE);
     }
@@ -95,31 +91,15 @@ fn open(ptr: *mut u64, handle: &IpcMemHandle, flags: u32) -> Answer {
     // Offsets are never used twice, so that they tell blocks apart that had one address after another.
     let owner = (content.process, content.offset);
     if let Some(&here) = st.imports.get(&owner) {
-        if let Some(Kind::Imported { references, .. }) =
-            st.allocations.get_mut(&here).map(|found| &mut found.kind)
-        {
+        if let Some(Kind::Imported { references, .. }) = st.allocations.get_mut(&here).map(|found| &mut found.kind) {
             *references += 1;
         }
         return write(ptr, here);
     }
-    let fd = backing::open(&format!("/proc/{}/fd/{}", content.process, content.fd))
-        .ok_or(INVALID_VALUE)?;
+    let fd = backing::open(&format!("/proc/{}/fd/{}", content.process, content.fd)).ok_or(INVALID_VALUE)?;
     let (file, _) = DeviceFile::adopt(fd).ok_or(INVALID_VALUE)?;
-    let extent = Extent {
-        file: Arc::new(file),
-        offset: content.offset,
-        bytes: content.size.next_multiple_of(PAGE),
-    };
-    let base = st.place(
-        extent,
-        content.size as usize,
-        device,
-        current()?,
-        Kind::Imported {
-            owner,
-            references: 1,
-        },
-    )?;
+    let extent = Extent { file: Arc::new(file), offset: content.offset, bytes: content.size.next_multiple_of(PAGE) };
+    let base = st.place(extent, content.size as usize, device, current()?, Kind::Imported { owner, references: 1 })?;
     st.imports.insert(owner, base);
     write(ptr, base)
 }

@@ -59,10 +59,7 @@ impl Allocation {
 
     /// Whether `cuMemFree` and `cuMemFreeAsync` take it.
     fn is_freeable(&self) -> bool {
-        matches!(
-            self.kind,
-            Kind::Device | Kind::Pooled(_) | Kind::Managed { .. }
-        )
+        matches!(self.kind, Kind::Device | Kind::Pooled(_) | Kind::Managed { .. })
     }
 
     fn counted(&self) -> u64 {
@@ -84,11 +81,7 @@ pub struct Freed {
 
 impl Freed {
     pub fn new(allocation: Allocation, queued: bool) -> Freed {
-        Freed {
-            allocation,
-            released: AtomicBool::new(false),
-            queued,
-        }
+        Freed { allocation, released: AtomicBool::new(false), queued }
     }
 
     /// Unmaps it and gives its memory back; once only. The state's lock must not be held.
@@ -108,10 +101,7 @@ impl Freed {
                 extent.discard();
             }
         } else if let Kind::Pinned { .. } = allocation.kind {
-            backing::unreserve(
-                allocation.base,
-                (allocation.size as u64).next_multiple_of(PAGE),
-            );
+            backing::unreserve(allocation.base, (allocation.size as u64).next_multiple_of(PAGE));
         }
     }
 
@@ -133,14 +123,7 @@ impl Freed {
 
 impl State {
     /// Maps an extent at the lowest free addresses and keeps the books.
-    pub fn place(
-        &mut self,
-        extent: Extent,
-        size: usize,
-        device: i32,
-        context: usize,
-        kind: Kind,
-    ) -> CuResult<u64> {
+    pub fn place(&mut self, extent: Extent, size: usize, device: i32, context: usize, kind: Kind) -> CuResult<u64> {
         let align = if extent.bytes >= LARGE { LARGE } else { PAGE };
         let base = self.arena.take(extent.bytes, align).ok_or(OUT_OF_MEMORY)?;
         if !extent.map_at(base, libc::PROT_READ | libc::PROT_WRITE) {
@@ -149,28 +132,15 @@ impl State {
         }
         let buffer_id = self.buffer_id();
         let extent = Some(extent);
-        self.allocations.insert(
-            base,
-            Allocation {
-                base,
-                size,
-                device,
-                context,
-                kind,
-                extent,
-                buffer_id,
-                sync_memops: false,
-            },
-        );
+        self.allocations
+            .insert(base, Allocation { base, size, device, context, kind, extent, buffer_id, sync_memops: false });
         Ok(base)
     }
 
     /// Device memory for the current context's device.
     pub fn allocate(&mut self, size: usize, device: i32, kind: Kind) -> CuResult<u64> {
         let context = current()?;
-        let bytes = (size as u64)
-            .checked_next_multiple_of(PAGE)
-            .ok_or(OUT_OF_MEMORY)?;
+        let bytes = (size as u64).checked_next_multiple_of(PAGE).ok_or(OUT_OF_MEMORY)?;
         let extent = match kind {
             Kind::Managed { .. } if bytes > 1 << 40 => return Err(OUT_OF_MEMORY),
             Kind::Managed { .. } => self.device(device).unaccounted(bytes, PAGE),
@@ -186,9 +156,7 @@ impl State {
     /// Takes an allocation out of the books by its exact base; 1 when there is none that may be freed.
     pub fn detach(&mut self, base: u64) -> CuResult<Allocation> {
         match self.allocations.get(&base) {
-            Some(found) if found.is_freeable() => {
-                Ok(self.allocations.remove(&base).expect("just found"))
-            }
+            Some(found) if found.is_freeable() => Ok(self.allocations.remove(&base).expect("just found")),
             _ => Err(INVALID_VALUE),
         }
     }
@@ -196,12 +164,7 @@ impl State {
 
 /// All memory of a context that is no more. Its work is complete.
 pub fn release_context(st: &mut State, context: usize) {
-    let bases: Vec<u64> = st
-        .allocations
-        .values()
-        .filter(|a| a.context == context)
-        .map(|a| a.base)
-        .collect();
+    let bases: Vec<u64> = st.allocations.values().filter(|a| a.context == context).map(|a| a.base).collect();
     for base in bases {
         let allocation = st.allocations.remove(&base).expect("just listed");
         if let Kind::Imported { owner, .. } = allocation.kind {
@@ -311,11 +274,7 @@ fn allocate(ptr: *mut u64, bytes: usize, kind: Kind) -> Answer {
 fn check_managed(st: &State, ptr: u64, bytes: usize) -> Answer {
     let found = st.allocation(ptr).ok_or(INVALID_VALUE)?;
     let fits = bytes > 0 && bytes as u64 <= found.base + found.size as u64 - ptr;
-    if fits && matches!(found.kind, Kind::Managed { .. }) {
-        Ok(())
-    } else {
-        Err(INVALID_VALUE)
-    }
+    if fits && matches!(found.kind, Kind::Managed { .. }) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 /// Prefetching makes memory resident on its allocation's own device, as far as there is room. Which bytes is not kept, only

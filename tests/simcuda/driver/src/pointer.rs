@@ -43,11 +43,7 @@ fn find(st: &State, address: u64) -> Option<Found> {
             ipc_capable: a.kind == Kind::Device,
             sync_memops: a.sync_memops,
             handle_types: 0,
-            pool: if let Kind::Pooled(pool) = a.kind {
-                pool
-            } else {
-                0
-            },
+            pool: if let Kind::Pooled(pool) = a.kind { pool } else { 0 },
         });
     }
     let (base, mapping) = st.vmm.mapping(address)?;
@@ -86,10 +82,7 @@ fn answer(found: &Found, attribute: c_int, out: *mut c_void) -> Answer {
         12 | 18 => write(out.cast(), found.size),
         13 => write(out.cast(), 1u32),
         14 => write(out.cast(), found.handle_types),
-        15 => write(
-            out.cast(),
-            (found.memory_type == DEVICE && !found.managed) as u32,
-        ),
+        15 => write(out.cast(), (found.memory_type == DEVICE && !found.managed) as u32),
         16 => write(out.cast(), 3u32),
         17 => write(out.cast(), found.pool),
         20 => write(out.cast(), found.buffer_id),

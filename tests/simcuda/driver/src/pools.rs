@@ -23,12 +23,7 @@ pub struct Pool {
 
 impl Pool {
     pub fn new(device: i32) -> Pool {
-        Pool {
-            device,
-            settings: [0, 1, 1, 1, 0],
-            used: 0,
-            used_high: 0,
-        }
+        Pool { device, settings: [0, 1, 1, 1, 0], used: 0, used_high: 0 }
     }
 }
 

@@ -65,19 +65,12 @@ fn look_up(symbol: *const c_char, version: c_int, flags: u64) -> CuResult<(*mut 
         return Err(INVALID_VALUE);
     }
     // SAFETY: the caller vouches for the C string.
-    let name = unsafe { CStr::from_ptr(symbol) }
-        .to_str()
-        .map_err(|_| INVALID_VALUE)?;
+    let name = unsafe { CStr::from_ptr(symbol) }.to_str().map_err(|_| INVALID_VALUE)?;
     let (mut found, mut status) = (0, NOT_THERE);
     // The table is in order of versions: the last that fits is the newest.
-    for variant in table()
-        .iter()
-        .filter(|v| v.name == name && v.since <= config::get().version)
-    {
+    for variant in table().iter().filter(|v| v.name == name && v.since <= config::get().version) {
         if variant.since <= version {
-            let per_thread = variant
-                .per_thread
-                .filter(|_| flags == PER_THREAD_DEFAULT_STREAM);
+            let per_thread = variant.per_thread.filter(|_| flags == PER_THREAD_DEFAULT_STREAM);
             (found, status) = (per_thread.unwrap_or(variant.address), FOUND);
         } else if status == NOT_THERE {
             status = VERSION_TOO_LOW;
@@ -99,22 +92,14 @@ extern "C" fn on_load() {
 fn hide_what_is_newer() {
     let version = config::get().version;
     let newer = table().iter().filter(|variant| variant.since > version);
-    for address in newer
-        .flat_map(|variant| [Some(variant.address), variant.per_thread])
-        .flatten()
-    {
+    for address in newer.flat_map(|variant| [Some(variant.address), variant.per_thread]).flatten() {
         hide(address);
     }
 }
 
 fn hide(address: usize) {
     unsafe extern "C" {
-        fn dladdr1(
-            address: *const c_void,
-            info: *mut libc::Dl_info,
-            extra: *mut *mut c_void,
-            flags: c_int,
-        ) -> c_int;
+        fn dladdr1(address: *const c_void, info: *mut libc::Dl_info, extra: *mut *mut c_void, flags: c_int) -> c_int;
     }
     const SYMBOL_ENTRY: c_int = 1;
     const PAGE: usize = 4096;
@@ -123,14 +108,7 @@ fn hide(address: usize) {
     unsafe {
         let mut info: libc::Dl_info = std::mem::zeroed();
         let mut entry: *mut c_void = std::ptr::null_mut();
-        if dladdr1(
-            address as *const c_void,
-            &mut info,
-            &mut entry,
-            SYMBOL_ENTRY,
-        ) == 0
-            || entry.is_null()
-        {
+        if dladdr1(address as *const c_void, &mut info, &mut entry, SYMBOL_ENTRY) == 0 || entry.is_null() {
             return;
         }
         let entry = entry.cast::<libc::Elf64_Sym>();
@@ -422,31 +400,13 @@ mod tests {
     #[test]
     fn the_version_chooses_the_variant() {
         let address = |f: *const ()| f as usize;
-        assert_eq!(
-            ask(c"cuMemAlloc", 3010, 0),
-            (address(cuMemAlloc as *const ()), FOUND)
-        );
-        assert_eq!(
-            ask(c"cuMemAlloc", 3020, 0),
-            (address(cuMemAlloc_v2 as *const ()), FOUND)
-        );
+        assert_eq!(ask(c"cuMemAlloc", 3010, 0), (address(cuMemAlloc as *const ()), FOUND));
+        assert_eq!(ask(c"cuMemAlloc", 3020, 0), (address(cuMemAlloc_v2 as *const ()), FOUND));
         assert_eq!(ask(c"cuMemAllocAsync", 11010, 0), (0, VERSION_TOO_LOW));
-        assert_eq!(
-            ask(c"cuMemAllocAsync", 11020, 0),
-            (address(cuMemAllocAsync as *const ()), FOUND)
-        );
-        assert_eq!(
-            ask(c"cuMemAllocAsync", 11020, 2),
-            (address(cuMemAllocAsync_ptsz as *const ()), FOUND)
-        );
-        assert_eq!(
-            ask(c"cuGetProcAddress", 11030, 0),
-            (address(cuGetProcAddress as *const ()), FOUND)
-        );
-        assert_eq!(
-            ask(c"cuGetProcAddress", 12000, 0),
-            (address(cuGetProcAddress_v2 as *const ()), FOUND)
-        );
+        assert_eq!(ask(c"cuMemAllocAsync", 11020, 0), (address(cuMemAllocAsync as *const ()), FOUND));
+        assert_eq!(ask(c"cuMemAllocAsync", 11020, 2), (address(cuMemAllocAsync_ptsz as *const ()), FOUND));
+        assert_eq!(ask(c"cuGetProcAddress", 11030, 0), (address(cuGetProcAddress as *const ()), FOUND));
+        assert_eq!(ask(c"cuGetProcAddress", 12000, 0), (address(cuGetProcAddress_v2 as *const ()), FOUND));
         assert_eq!(ask(c"cuNoSuchThing", 13000, 0), (0, NOT_THERE));
         assert_eq!(ask(c"cuMemAlloc_v2", 13000, 0), (0, NOT_THERE));
     }
@@ -454,11 +414,7 @@ mod tests {
     #[test]
     fn variants_are_in_order_of_versions() {
         for pair in table().windows(2) {
-            assert!(
-                pair[0].name != pair[1].name || pair[0].since < pair[1].since,
-                "{}",
-                pair[1].name
-            );
+            assert!(pair[0].name != pair[1].name || pair[0].since < pair[1].since, "{}", pair[1].name);
         }
     }
 }

@@ -121,11 +121,7 @@ impl State {
 
     /// Unfinished work of every stream on a device.
     pub fn device_pending(&self, ordinal: i32) -> Vec<Dep> {
-        self.contexts
-            .iter()
-            .filter(|cx| cx.device == ordinal)
-            .flat_map(Context::pending)
-            .collect()
+        self.contexts.iter().filter(|cx| cx.device == ordinal).flat_map(Context::pending).collect()
     }
 }
 
@@ -143,11 +139,7 @@ impl Device {
     pub fn unaccounted(&mut self, bytes: u64, align: u64) -> Extent {
         let offset = self.next_offset.next_multiple_of(align);
         self.next_offset = offset + bytes;
-        Extent {
-            file: self.file.clone(),
-            offset,
-            bytes,
-        }
+        Extent { file: self.file.clone(), offset, bytes }
     }
 }
 
@@ -171,12 +163,7 @@ const STEP: usize = 64;
 
 impl<T> Table<T> {
     pub fn new(first: usize, reuse: Reuse) -> Table<T> {
-        Table {
-            first,
-            slots: Vec::new(),
-            free: Vec::new(),
-            reuse,
-        }
+        Table { first, slots: Vec::new(), free: Vec::new(), reuse }
     }
 
     pub fn insert(&mut self, value: T) -> usize {
@@ -196,8 +183,7 @@ impl<T> Table<T> {
 
     fn index(&self, handle: usize) -> Option<usize> {
         let distance = handle.checked_sub(self.first)?;
-        (distance.is_multiple_of(STEP) && distance / STEP < self.slots.len())
-            .then_some(distance / STEP)
+        (distance.is_multiple_of(STEP) && distance / STEP < self.slots.len()).then_some(distance / STEP)
     }
 
     /// Whether the handle was ever given out.

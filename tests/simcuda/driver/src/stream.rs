@@ -35,11 +35,7 @@ impl State {
             let cx_handle = current()?;
             let cx = self.current()?;
             let new = || Stream::new(cx_handle, Kind::PerThread, 0, 0);
-            Ok(cx
-                .per_thread
-                .entry(context::thread())
-                .or_insert_with(new)
-                .clone())
+            Ok(cx.per_thread.entry(context::thread()).or_insert_with(new).clone())
         } else {
             let found = self.streams.get(handle).cloned().ok_or(INVALID_HANDLE)?;
             self.context(found.context)?;
@@ -52,11 +48,7 @@ impl State {
         if capture::take(self, stream, &op)? {
             return Ok(None);
         }
-        Ok(Some(self.context(stream.context)?.submit(
-            stream,
-            op,
-            Vec::new(),
-        )))
+        Ok(Some(self.context(stream.context)?.submit(stream, op, Vec::new())))
     }
 }
 
@@ -236,70 +228,32 @@ fn everything(st: &mut State, stream: &Arc<Stream>) -> CuResult<Vec<Dep>> {
     let cx = st.context(stream.context)?;
     let mut deps: Vec<Dep> = stream.pending().into_iter().collect();
     if stream.kind == Kind::Legacy {
-        let others = cx
-            .pending()
-            .into_iter()
-            .filter(|dep| dep.stream.is_blocking() && dep.stream.id != stream.id);
+        let others = cx.pending().into_iter().filter(|dep| dep.stream.is_blocking() && dep.stream.id != stream.id);
         deps.extend(others);
     }
     Ok(deps)
 }
 
-fn wait_value(
-    stream: usize,
-    null: Null,
-    address: u64,
-    value: u64,
-    wide: bool,
-    flags: u32,
-) -> Answer {
+fn wait_value(stream: usize, null: Null, address: u64, value: u64, wide: bool, flags: u32) -> Answer {
     check_word(address, wide)?;
     let mut st = state();
     let stream = st.stream(stream, null)?;
-    st.submit(
-        &stream,
-        Op::Wait {
-            address,
-            value,
-            wide,
-            condition: flags,
-        },
-    )
-    .map(|_| ())
+    st.submit(&stream, Op::Wait { address, value, wide, condition: flags }).map(|_| ())
 }
 
-fn write_value(
-    stream: usize,
-    null: Null,
-    address: u64,
-    value: u64,
-    wide: bool,
-    flags: u32,
-) -> Answer {
+fn write_value(stream: usize, null: Null, address: u64, value: u64, wide: bool, flags: u32) -> Answer {
     check_word(address, wide)?;
     if flags > 1 {
         return Err(INVALID_VALUE);
     }
     let mut st = state();
     let stream = st.stream(stream, null)?;
-    st.submit(
-        &stream,
-        Op::Write {
-            address,
-            value,
-            wide,
-        },
-    )
-    .map(|_| ())
+    st.submit(&stream, Op::Write { address, value, wide }).map(|_| ())
 }
 
 fn check_word(address: u64, wide: bool) -> Answer {
     let align = if wide { 8 } else { 4 };
-    if address != 0 && address.is_multiple_of(align) {
-        Ok(())
-    } else {
-        Err(INVALID_VALUE)
-    }
+    if address != 0 && address.is_multiple_of(align) { Ok(()) } else { Err(INVALID_VALUE) }
 }
 
 /// Waits for work that `State::submit` gave to a stream, if it did.

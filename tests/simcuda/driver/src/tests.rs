@@ -54,10 +54,7 @@ fn session() -> Session {
     let mut context = 0;
     ok!(cuDevicePrimaryCtxRetain(&mut context, 0));
     ok!(cuCtxSetCurrent(context));
-    Session {
-        context,
-        _alone: alone,
-    }
+    Session { context, _alone: alone }
 }
 
 /// Holds a stream up until it is opened, or dropped.
@@ -220,13 +217,7 @@ fn a_context_event_covers_every_stream() {
     let e = event();
     ok!(cuCtxRecordEvent(session.context, e));
     ok!(cuEventQuery(e));
-    for kind in [
-        "non-blocking",
-        "blocking",
-        "legacy",
-        "per-thread",
-        "destroyed",
-    ] {
+    for kind in ["non-blocking", "blocking", "legacy", "per-thread", "destroyed"] {
         let gate = match kind {
             "non-blocking" => Gate::on(stream(NON_BLOCKING_FLAG)),
             "blocking" => Gate::on(stream(0)),
@@ -423,10 +414,7 @@ fn page(bytes: usize) -> u64 {
 }
 
 fn open_access(ptr: u64, bytes: usize) -> u32 {
-    let access = AccessDesc {
-        location: MemLocation::device(0),
-        flags: 3,
-    };
+    let access = AccessDesc { location: MemLocation::device(0), flags: 3 };
     cu!(cuMemSetAccess(ptr, bytes, &access, 1))
 }
 
@@ -452,10 +440,7 @@ fn pages_are_mapped_moved_and_given_back() {
     assert!(va.is_multiple_of(GRANULARITY));
     let page = page(2 * PAGE_BYTES);
     assert_eq!(free_bytes(), before - 2 * PAGE_BYTES);
-    assert_eq!(
-        cu!(cuMemMap(va, 2 * PAGE_BYTES, PAGE_BYTES, page, 0)),
-        NOT_SUPPORTED.0
-    );
+    assert_eq!(cu!(cuMemMap(va, 2 * PAGE_BYTES, PAGE_BYTES, page, 0)), NOT_SUPPORTED.0);
     ok!(cuMemMap(va, 2 * PAGE_BYTES, 0, page, 0));
     assert_eq!(cu!(cuMemMap(va, 2 * PAGE_BYTES, 0, page, 0)), 1);
     assert!(!readable(va));
@@ -479,11 +464,7 @@ fn pages_are_mapped_moved_and_given_back() {
     ok!(cuMemUnmap(va, 2 * PAGE_BYTES));
     assert!(!readable(va));
     let (mut base, mut size) = (0, 0);
-    ok!(cuMemGetAddressRange_v2(
-        &mut base,
-        &mut size,
-        second + GRANULARITY + 1
-    ));
+    ok!(cuMemGetAddressRange_v2(&mut base, &mut size, second + GRANULARITY + 1));
     assert_eq!((base, size), (second, 2 * PAGE_BYTES));
     ok!(cuMemUnmap(second, 2 * PAGE_BYTES));
     assert_eq!(free_bytes(), before);
@@ -518,39 +499,19 @@ fn a_page_travels_by_descriptor() {
     let first = page(PAGE_BYTES);
     let page = page(PAGE_BYTES);
     let mut fd: c_int = -1;
-    ok!(cuMemExportToShareableHandle(
-        (&raw mut fd).cast(),
-        page,
-        1,
-        0
-    ));
+    ok!(cuMemExportToShareableHandle((&raw mut fd).cast(), page, 1, 0));
     let mut imported = 0;
-    ok!(cuMemImportFromShareableHandle(
-        &mut imported,
-        fd as usize as *mut c_void,
-        1
-    ));
+    ok!(cuMemImportFromShareableHandle(&mut imported, fd as usize as *mut c_void, 1));
     assert_eq!(imported, page);
     ok!(cuMemRelease(imported));
     ok!(cuMemRelease(page));
     ok!(cuMemRelease(first));
     // The descriptor keeps the memory: it can be imported still.
-    ok!(cuMemImportFromShareableHandle(
-        &mut imported,
-        fd as usize as *mut c_void,
-        1
-    ));
+    ok!(cuMemImportFromShareableHandle(&mut imported, fd as usize as *mut c_void, 1));
     ok!(cuMemRelease(imported));
     // SAFETY: the descriptor is the test's own.
     unsafe { libc::close(fd) };
-    assert_ne!(
-        cu!(cuMemImportFromShareableHandle(
-            &mut imported,
-            fd as usize as *mut c_void,
-            1
-        )),
-        0
-    );
+    assert_ne!(cu!(cuMemImportFromShareableHandle(&mut imported, fd as usize as *mut c_void, 1)), 0);
 }
 
 #[test]
@@ -700,10 +661,7 @@ fn faults_come_when_asked() {
     let _session = session();
     let mut handle = 0;
     // SAFETY: a C string.
-    assert_eq!(
-        unsafe { simcudaSetFail(c"cuMemCreate:2,cuMemAlloc:every:2:700".as_ptr()) },
-        0
-    );
+    assert_eq!(unsafe { simcudaSetFail(c"cuMemCreate:2,cuMemAlloc:every:2:700".as_ptr()) }, 0);
     ok!(cuMemRelease(page(PAGE_BYTES)));
     assert_eq!(cu!(cuMemCreate(&mut handle, PAGE_BYTES, &prop(), 0)), 2);
     ok!(cuMemRelease(page(PAGE_BYTES)));
@@ -774,12 +732,7 @@ fn threads_share_streams() {
                     }
                     ok!(cuMemcpyDtoDAsync_v2(p + 4096, p, 4096, to));
                     let mut copy = [0u8; 4096];
-                    ok!(cuMemcpyDtoHAsync_v2(
-                        copy.as_mut_ptr() as u64,
-                        p + 4096,
-                        4096,
-                        to
-                    ));
+                    ok!(cuMemcpyDtoHAsync_v2(copy.as_mut_ptr() as u64, p + 4096, 4096, to));
                     assert!(copy.iter().all(|&byte| byte == value), "round {round}");
                     if round % 3 == 0 {
                         ok!(cuMemFree_v2(p));
@@ -837,21 +790,13 @@ fn memory_is_shared_between_processes() {
     ok!(cuIpcGetMemHandle(&mut handle, p + 100));
     let mut here = 0;
     assert_ne!(cu!(cuIpcOpenMemHandle_v2(&mut here, handle, 1)), 0);
-    let text: String = handle
-        .reserved
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let text: String = handle.reserved.iter().map(|byte| format!("{byte:02x}")).collect();
     let child = std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "tests::ipc_child", "--nocapture"])
         .env(IPC_HANDLE, text)
         .output()
         .unwrap();
-    assert!(
-        child.status.success(),
-        "{}",
-        String::from_utf8_lossy(&child.stdout)
-    );
+    assert!(child.status.success(), "{}", String::from_utf8_lossy(&child.stdout));
     assert_eq!(byte(p), 99);
     ok!(cuMemFree_v2(p));
     ok!(cuMemFree_v2(before));

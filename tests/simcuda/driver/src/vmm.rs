@@ -82,20 +82,12 @@ impl Vmm {
             bases.push(base);
             next += mapping.bytes;
         }
-        if bytes > 0 && next == start + bytes {
-            Ok(bases)
-        } else {
-            Err(INVALID_VALUE)
-        }
+        if bytes > 0 && next == start + bytes { Ok(bases) } else { Err(INVALID_VALUE) }
     }
 
     fn reserved(&self, start: u64, bytes: u64) -> bool {
         let found = self.reservations.range(..=start).next_back();
-        found.is_some_and(|(&base, &size)| {
-            start
-                .checked_add(bytes)
-                .is_some_and(|end| end <= base + size)
-        })
+        found.is_some_and(|(&base, &size)| start.checked_add(bytes).is_some_and(|end| end <= base + size))
     }
 
     fn is_mapped(&self, start: u64, bytes: u64) -> bool {
@@ -119,11 +111,7 @@ fn settle(st: &mut State, handle: u64) -> Option<Extent> {
 }
 
 fn supported() -> Answer {
-    if config::get().vmm {
-        Ok(())
-    } else {
-        Err(NOT_SUPPORTED)
-    }
+    if config::get().vmm { Ok(()) } else { Err(NOT_SUPPORTED) }
 }
 
 fn check_prop(prop: *const AllocationProp) -> CuResult<AllocationProp> {
@@ -364,11 +352,7 @@ driver_fns! {
 
 /// A handle for an extent that was exported: one more reference to this process's own, or a handle for a foreign one.
 fn import(st: &mut State, file: DeviceFile, ordinal: i32, offset: u64, bytes: u64) -> u64 {
-    let own = st
-        .vmm
-        .handles
-        .iter_mut()
-        .find(|(_, p)| p.extent.offset == offset && p.extent.file.is_same(&file));
+    let own = st.vmm.handles.iter_mut().find(|(_, p)| p.extent.offset == offset && p.extent.file.is_same(&file));
     if let Some((&handle, physical)) = own {
         physical.references += 1;
         return handle;
@@ -378,11 +362,7 @@ fn import(st: &mut State, file: DeviceFile, ordinal: i32, offset: u64, bytes: u6
         location: MemLocation::device(ordinal),
         handle_types: POSIX_FD,
         rdma_capable: false,
-        extent: Extent {
-            file: Arc::new(file),
-            offset,
-            bytes,
-        },
+        extent: Extent { file: Arc::new(file), offset, bytes },
         counted: false,
         exported: true,
         references: 1,
@@ -392,12 +372,7 @@ fn import(st: &mut State, file: DeviceFile, ordinal: i32, offset: u64, bytes: u6
 
 /// The host's protection is the widest that any location was given: all of them are threads of one process here.
 fn protect(base: u64, mapping: &Mapping) {
-    let widest = mapping
-        .access
-        .iter()
-        .map(|desc| desc.flags)
-        .max()
-        .unwrap_or(0);
+    let widest = mapping.access.iter().map(|desc| desc.flags).max().unwrap_or(0);
     let protection = match widest {
         0 => libc::PROT_NONE,
         1 => libc::PROT_READ,

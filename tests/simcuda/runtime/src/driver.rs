@@ -12,8 +12,7 @@ const ASKED: c_int = 12000;
 const INSUFFICIENT_DRIVER: u32 = 35;
 const NOT_SUPPORTED: u32 = 801;
 
-type GetProcAddress =
-    unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> u32;
+type GetProcAddress = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> u32;
 
 /// The address of a driver function, looked up once and kept in `slot`.
 pub fn resolve(slot: &AtomicUsize, name: &str) -> Result<usize, u32> {
@@ -111,20 +110,14 @@ pub fn context() -> Result<(), u32> {
     let device = DEVICE.get();
     let (primary, generation) = known(device);
     // A foreign context that the program made current itself stays; a primary one of before a reset does not.
-    if now != 0 && (primary != now || generation == SEEN.get()) && (primary != 0 || SEEN.get() == 0)
-    {
+    if now != 0 && (primary != now || generation == SEEN.get()) && (primary != 0 || SEEN.get() == 0) {
         return Ok(());
     }
     bind(device)
 }
 
 fn known(device: c_int) -> (usize, u64) {
-    PRIMARY
-        .lock()
-        .unwrap()
-        .get(device as usize)
-        .copied()
-        .unwrap_or((0, 0))
+    PRIMARY.lock().unwrap().get(device as usize).copied().unwrap_or((0, 0))
 }
 
 /// Makes the primary context of `device` current, and `device` this thread's own.

@@ -34,52 +34,21 @@ const TEXTS: &[(u32, &CStr, &CStr)] = &[
     (35, c"cudaErrorInsufficientDriver", c"no usable driver"),
     (100, c"cudaErrorNoDevice", c"no device"),
     (101, c"cudaErrorInvalidDevice", c"invalid device ordinal"),
-    (
-        201,
-        c"cudaErrorDeviceUninitialized",
-        c"invalid device context",
-    ),
-    (
-        400,
-        c"cudaErrorInvalidResourceHandle",
-        c"invalid resource handle",
-    ),
+    (201, c"cudaErrorDeviceUninitialized", c"invalid device context"),
+    (400, c"cudaErrorInvalidResourceHandle", c"invalid resource handle"),
     (500, c"cudaErrorSymbolNotFound", c"named symbol not found"),
     (600, c"cudaErrorNotReady", c"device not ready"),
-    (
-        704,
-        c"cudaErrorPeerAccessAlreadyEnabled",
-        c"peer access is already enabled",
-    ),
-    (
-        705,
-        c"cudaErrorPeerAccessNotEnabled",
-        c"peer access has not been enabled",
-    ),
+    (704, c"cudaErrorPeerAccessAlreadyEnabled", c"peer access is already enabled"),
+    (705, c"cudaErrorPeerAccessNotEnabled", c"peer access has not been enabled"),
     (709, c"cudaErrorContextIsDestroyed", c"context is destroyed"),
     (801, c"cudaErrorNotSupported", c"operation not supported"),
-    (
-        900,
-        c"cudaErrorStreamCaptureUnsupported",
-        c"operation not permitted while a stream is capturing",
-    ),
-    (
-        901,
-        c"cudaErrorStreamCaptureInvalidated",
-        c"the capture was invalidated by an earlier error",
-    ),
-    (
-        906,
-        c"cudaErrorStreamCaptureImplicit",
-        c"operation would make the legacy stream depend on a capturing stream",
-    ),
+    (900, c"cudaErrorStreamCaptureUnsupported", c"operation not permitted while a stream is capturing"),
+    (901, c"cudaErrorStreamCaptureInvalidated", c"the capture was invalidated by an earlier error"),
+    (906, c"cudaErrorStreamCaptureImplicit", c"operation would make the legacy stream depend on a capturing stream"),
 ];
 
 fn text(code: u32) -> (&'static CStr, &'static CStr) {
-    TEXTS
-        .iter()
-        .find(|t| t.0 == code)
-        .map_or((c"cudaErrorUnknown", c"unknown error"), |t| (t.1, t.2))
+    TEXTS.iter().find(|t| t.0 == code).map_or((c"cudaErrorUnknown", c"unknown error"), |t| (t.1, t.2))
 }
 
 #[unsafe(no_mangle)]

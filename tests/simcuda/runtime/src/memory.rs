@@ -28,11 +28,7 @@ pub struct Location {
 type Ptr = *mut c_void;
 
 /// What the allocating calls share: NULL is refused, size 0 succeeds with NULL, a failure leaves NULL.
-fn allocate(
-    ptr: *mut Ptr,
-    size: usize,
-    get: impl FnOnce(*mut u64) -> Result<(), u32>,
-) -> Result<(), u32> {
+fn allocate(ptr: *mut Ptr, size: usize, get: impl FnOnce(*mut u64) -> Result<(), u32>) -> Result<(), u32> {
     if ptr.is_null() {
         return Err(1);
     }

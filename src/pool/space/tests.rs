@@ -1,0 +1,143 @@
+//! Free space without a device: placement, owners, regions, random operations.
+
+use super::*;
+use crate::testing::Rng;
+
+#[test]
+fn exact_accounting_and_full_coalescing() {
+    let mut s = Space::new();
+    let o = s.add_owner();
+    s.add_region(0x1000_0000, 4096, o);
+    let a = s.alloc(o, 1024).unwrap();
+    assert_eq!((s.free_bytes(o), s.live_bytes(o)), (3072, 1024));
+    let b = s.alloc(o, 1).unwrap();
+    assert_eq!(s.addr(b), s.addr(a) + 1024);
+    assert_eq!(s.size(b), 512);
+    assert!(s.alloc(o, 4096).is_none());
+    assert_eq!(s.lookup(s.addr(b) + 512), None);
+    s.free(a, o, 3);
+    assert_eq!(s.lookup(0x1000_0000), None);
+    let whole = s.free(b, o, 2);
+    assert_eq!((s.size(whole), s.stamp(whole)), (4096, 3));
+    assert!(s.alloc(o, 4096).is_some(), "the last byte can be had");
+    assert_eq!(s.largest_free(o), 0);
+    s.check().unwrap();
+}
+
+#[test]
+fn owners_do_not_mix_until_told() {
+    let mut s = Space::new();
+    let (a, b) = (s.add_owner(), s.add_owner());
+    s.add_region(0x2000_0000, 8192, a);
+    let x = s.alloc(a, 4096).unwrap();
+    let freed = s.free(x, b, 7);
+    assert_eq!((s.free_bytes(a), s.free_bytes(b)), (4096, 4096));
+    assert!(s.alloc(a, 8192).is_none());
+    let whole = s.set_owner(freed, a);
+    assert_eq!((s.size(whole), s.stamp(whole)), (8192, 7));
+    let (first, rest) = s.split(whole, 512);
+    s.set_owner(first, b);
+    assert_eq!(s.size(rest.unwrap()), 7680);
+    s.check().unwrap();
+    assert!(s.remove_region(0x2000_0000, 8192).is_ok());
+    s.remove_owner(a);
+    s.check().unwrap();
+}
+
+#[test]
+fn huge_and_odd_sizes() {
+    let mut s = Space::new();
+    let o = s.add_owner();
+    s.add_region(1 << 40, 1 << 40, o);
+    assert!(s.alloc(o, usize::MAX).is_none());
+    assert!(s.alloc(o, 1 << 62).is_none());
+    let b = s.alloc(o, (1 << 40) - 1).unwrap();
+    assert_eq!(s.size(b), 1 << 40);
+    assert!(s.remove_region(1 << 40, 1 << 40).is_err(), "a live block keeps its region");
+    s.forget_region(1 << 40, 1 << 40);
+    assert!(s.owns_nothing(o));
+    s.check().unwrap();
+}
+
+#[test]
+fn ranges_can_be_taken_out_of_a_region() {
+    let base = 1 << 30;
+    for (skip, size) in [(0, 4096), (0, 16384), (4096, 4096), (12288, 4096), (512, 1024)] {
+        let mut s = Space::new();
+        let o = s.add_owner();
+        s.add_region(base, 16384, o);
+        s.remove_region(base + skip, size).unwrap();
+        s.check().unwrap();
+        assert_eq!((s.total(), s.free_bytes(o)), (16384 - size, 16384 - size));
+        assert!(s.remove_region(base + skip, size).is_err(), "it is gone");
+    }
+    let mut s = Space::new();
+    let (a, b) = (s.add_owner(), s.add_owner());
+    s.add_region(base, 16384, a);
+    let x = s.alloc(a, 4096).unwrap();
+    let y = s.alloc(a, 4096).unwrap();
+    let z = s.alloc(a, 4096).unwrap();
+    s.free(y, b, 5);
+    assert_eq!(s.free_runs(base), [(base + 4096, base + 8192, 5), (base + 12288, base + 16384, 0)]);
+    assert!(s.remove_region(base + 4096, 8192).is_err(), "z is live");
+    s.free(z, a, 6);
+    assert_eq!(s.free_runs(base), [(base + 4096, base + 16384, 6)]);
+    s.remove_region(base + 6144, 8192).unwrap();
+    s.check().unwrap();
+    assert_eq!((s.free_bytes(b), s.free_bytes(a)), (2048, 2048));
+    assert_eq!(s.lookup(base), Some(x));
+}
+
+#[test]
+fn random_operations_keep_the_invariants() {
+    let mut rng = Rng::new(1);
+    let mut s = Space::new();
+    let owners: Vec<OwnerId> = (0..4).map(|_| s.add_owner()).collect();
+    for r in 0..4u64 {
+        s.add_region((r + 1) << 30, 4 << 20, owners[r as usize]);
+    }
+    let mut live: Vec<(BlockId, u64, usize)> = Vec::new();
+    for step in 0..60_000u64 {
+        let o = owners[rng.below(4) as usize];
+        match rng.below(8) {
+            0..=3 => {
+                let magnitude = 9 + rng.below(10);
+                let size = 1 + rng.below(1 << magnitude) as usize;
+                if let Some(b) = s.alloc(o, size) {
+                    let (a, n) = (s.addr(b), s.size(b));
+                    assert!(n >= size);
+                    assert!(live.iter().all(|&(_, x, m)| a + n as u64 <= x || x + m as u64 <= a), "overlap");
+                    live.push((b, a, n));
+                } else {
+                    assert!(s.largest_free(o) < size, "a block that fits was not found");
+                }
+            }
+            4..=5 if !live.is_empty() => {
+                let (b, a, _) = live.swap_remove(rng.below(live.len() as u64) as usize);
+                assert_eq!(s.lookup(a), Some(b));
+                s.free(b, o, step);
+                assert_eq!(s.lookup(a), None);
+            }
+            6 if !live.is_empty() => {
+                let (b, a, _) = live[rng.below(live.len() as u64) as usize];
+                s.cache(b, o, step);
+                assert_eq!(s.lookup(a), None, "a cached block is not live");
+                s.uncache(b, o);
+            }
+            _ => {
+                let free = s.free_blocks(o);
+                if let Some(&b) = free.get(rng.below(free.len().max(1) as u64) as usize) {
+                    s.set_owner(b, owners[rng.below(4) as usize]);
+                }
+            }
+        }
+        if step % 64 == 0 {
+            s.check().unwrap();
+        }
+    }
+    for (b, _, _) in live {
+        s.free(b, owners[0], 0);
+    }
+    s.check().unwrap();
+    assert_eq!(owners.iter().map(|&o| s.free_bytes(o)).sum::<usize>(), 16 << 20);
+}
