@@ -89,7 +89,7 @@ fn cnmem_is_spelled_as_cnmem_spells_it() {
         "CNMEM_FLAGS_MANAGED = 4",
         "#define CNMEM_VERSION 100",
         "typedef struct cnmemDevice_t_ cnmemDevice_t;",
-        "cnmemGetErrorString(enum cnmemStatus_t status)",
+        "cnmemGetErrorString(cnmemStatus_t status)",
     ] {
         assert!(h.contains(part), "include/cnmem.h lacks: {part}");
     }
