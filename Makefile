@@ -64,7 +64,7 @@ demo: build
 	fi
 
 test: build
-	$(RUN_SIM) $(CARGO) test -p gpupool -p simcuda-driver -p simcuda-runtime
+	$(RUN_SIM) $(CARGO) test -p simcuda-driver -p gpupool
 
 check: build
 	$(CARGO) fmt --all --check
