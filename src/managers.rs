@@ -116,6 +116,13 @@ impl Device {
             }
             size = children;
         }
+        // What can be refused comes before the memory is taken: a segment does not go back by itself.
+        let mut space = Space::new();
+        let mut managers = Vec::new();
+        let named = request.streams.iter().map(|s| s.0);
+        for stream in std::iter::once(Stream::NULL).chain(named) {
+            managers.push(Manager::new(&mut space, driver, stream)?);
+        }
         let segment = loop {
             match source.acquire(size) {
                 Ok(segment) => break segment,
@@ -130,12 +137,6 @@ impl Device {
                 Err(e) => return Err(e.into()),
             }
         };
-        let mut space = Space::new();
-        let mut managers = Vec::new();
-        let named = request.streams.iter().map(|s| s.0);
-        for stream in std::iter::once(Stream::NULL).chain(named) {
-            managers.push(Manager::new(&mut space, driver, stream)?);
-        }
         space.add_region(segment.base, size, managers[ROOT].ready);
         for (child, &(_, bytes)) in managers[1..].iter().zip(&request.streams) {
             if let Some(bytes) = round_up(bytes).filter(|&b| b > 0) {

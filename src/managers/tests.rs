@@ -238,3 +238,13 @@ fn random_operations_end_with_nothing_held() {
     drop(devices);
     assert_eq!([free_bytes(&sim, 0), free_bytes(&sim, 1)], before);
 }
+
+#[test]
+fn a_refused_stream_leaves_nothing_held() {
+    let sim = testing::sim();
+    let before = free_bytes(&sim, 0);
+    let dead = sim.stream();
+    sim.destroy(dead);
+    assert!(matches!(device(&sim, 0, 64 * MIB, &[(dead, 0)], Rules::default()), Err(Error::InvalidArgument)));
+    assert_eq!(free_bytes(&sim, 0), before);
+}
