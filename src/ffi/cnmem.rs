@@ -7,7 +7,7 @@
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 
 use crate::driver::{Driver, Stream, driver};
 use crate::error::Error;
@@ -75,6 +75,10 @@ struct Session {
 
 /// The session and the references to it. Held for moments; what a session does happens outside.
 static SESSION: RwLock<Option<(Arc<Session>, usize)>> = RwLock::new(None);
+
+/// Held while memory is taken at the first `cnmemInit` and given back at the last `cnmemFinalize`, so that neither runs into
+/// the other's half of the device. The outermost lock; no other function waits for it.
+static CHANGE: Mutex<()> = Mutex::new(());
 
 fn status(r: Result<(), Error>) -> cnmemStatus_t {
     match r {
@@ -168,6 +172,7 @@ unsafe fn requests(d: &Driver, n: c_int, devices: *const cnmemDevice_t) -> Resul
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cnmemInit(numDevices: c_int, devices: *const cnmemDevice_t, flags: c_uint) -> cnmemStatus_t {
     guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
+        let _alone = CHANGE.lock();
         if let Some((_, references)) = SESSION.write().as_mut() {
             *references += 1;
             return CNMEM_STATUS_SUCCESS;
@@ -187,16 +192,7 @@ pub unsafe extern "C" fn cnmemInit(numDevices: c_int, devices: *const cnmemDevic
         };
         match start() {
             Ok(session) => {
-                let mut slot = SESSION.write();
-                match slot.as_mut() {
-                    // Another thread was faster; ours goes back, outside the lock.
-                    Some((_, references)) => {
-                        *references += 1;
-                        drop(slot);
-                        drop(session);
-                    }
-                    None => *slot = Some((Arc::new(session), 1)),
-                }
+                *SESSION.write() = Some((Arc::new(session), 1));
                 CNMEM_STATUS_SUCCESS
             }
             Err(e) => status(Err(e)),
@@ -209,6 +205,7 @@ pub unsafe extern "C" fn cnmemInit(numDevices: c_int, devices: *const cnmemDevic
 #[unsafe(no_mangle)]
 pub extern "C" fn cnmemFinalize() -> cnmemStatus_t {
     guard(CNMEM_STATUS_UNKNOWN_ERROR, || {
+        let _alone = CHANGE.lock();
         let last = {
             let mut slot = SESSION.write();
             match slot.as_mut() {
@@ -220,7 +217,7 @@ pub extern "C" fn cnmemFinalize() -> cnmemStatus_t {
                 Some(_) => slot.take(),
             }
         };
-        // Outside the lock: this waits for the devices. A call still running in another thread drops it later.
+        // Outside the session's lock: this waits for the devices. A call still running in another thread drops it later.
         drop(last);
         CNMEM_STATUS_SUCCESS
     })
@@ -365,4 +362,37 @@ pub extern "C" fn cnmemGetErrorString(status: cnmemStatusIn_t) -> *const c_char 
         _ => c"CNMEM_STATUS_UNKNOWN_ERROR",
     };
     text.as_ptr()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn two_threads_may_start_at_once() {
+        let sim = testing::sim();
+        sim.context(0);
+        let before = sim.driver.mem_info().unwrap().0;
+        for _ in 0..30 {
+            let barrier = std::sync::Barrier::new(2);
+            let start = || {
+                sim.context(0);
+                let (streams, streamSizes) = (std::ptr::null_mut(), std::ptr::null_mut());
+                let device = cnmemDevice_t_ { device: 0, size: before / 10 * 8, numStreams: 0, streams, streamSizes };
+                barrier.wait();
+                // SAFETY: one live struct without streams.
+                let answer = unsafe { cnmemInit(1, &device, 0) };
+                (answer, cnmemFinalize())
+            };
+            std::thread::scope(|scope| {
+                for thread in [scope.spawn(start), scope.spawn(start)] {
+                    let both = (CNMEM_STATUS_SUCCESS, CNMEM_STATUS_SUCCESS);
+                    assert_eq!(thread.join().unwrap(), both, "80 % of the device is there for both to share");
+                }
+            });
+            assert_eq!(cnmemRetain(), CNMEM_STATUS_NOT_INITIALIZED);
+            assert_eq!(sim.driver.mem_info().unwrap().0, before);
+        }
+    }
 }
