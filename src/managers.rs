@@ -3,7 +3,8 @@
 //! rules below, and every manager can say its total and its free bytes.
 //!
 //! All managers of a device share one `Space`. A manager is two owners in it: `ready`, memory that its stream may use at once,
-//! and `parked`, memory that was freed on the NULL stream and belongs to nobody's order until its fence is finished.
+//! and `parked`, memory that belongs to nobody's order until its fence is finished: freed on the NULL stream or on a per-thread
+//! one, or left by a stream whose handle a new stream has now (live blocks too, until they are freed).
 //!
 //! # Where a manager's memory comes from, in this order
 //! 1. its own ready memory; its own parked memory once finished;
@@ -257,12 +258,15 @@ impl Device {
         let b = books.space.lookup(p).ok_or(Error::InvalidArgument)?;
         let by = books.manager(s)?;
         let owner = books.space.owner(b);
-        let of = books.managers.iter().position(|m| m.ready == owner).expect("live blocks are of ready memory");
+        let of =
+            books.managers.iter().position(|m| m.ready == owner || m.parked == owner).expect("every owner has one");
         if by != of && by != ROOT {
             return Err(Error::InvalidArgument);
         }
         let stamp = self.fences.stamp();
-        let to = if by == of { books.managers[of].ready } else { books.managers[of].parked };
+        // The per-thread stream is another one in every thread: no free on it is in the next allocation's order.
+        let in_order = by == of && owner == books.managers[of].ready && s != Stream::PER_THREAD;
+        let to = if in_order { books.managers[of].ready } else { books.managers[of].parked };
         books.space.free(b, to, stamp);
         Ok(())
     }
@@ -274,8 +278,7 @@ impl Device {
         let books = self.books.lock();
         let m = books.manager(s)?;
         let free = books.free(m);
-        let total =
-            if m == ROOT { books.space.total() } else { free + books.space.live_bytes(books.managers[m].ready) };
+        let total = if m == ROOT { books.space.total() } else { free + books.live(m) };
         Ok((free, total))
     }
 
@@ -284,7 +287,7 @@ impl Device {
         let books = self.books.lock();
         let m = books.manager(s)?;
         let Manager { ready, parked, .. } = books.managers[m];
-        let (free, live) = (books.free(m), books.space.live_bytes(ready));
+        let (free, live) = (books.free(m), books.live(m));
         let name = if m == ROOT { "root (NULL stream)".into() } else { format!("stream {:#x}", s.0) };
         let mut out = String::new();
         let _ =
@@ -296,6 +299,7 @@ impl Device {
             }
         };
         list("used", books.space.live_blocks(Some(ready)));
+        list("used, from before the stream was made anew", books.space.live_blocks(Some(parked)));
         list("free", books.space.free_blocks(ready));
         list("free, waiting for earlier work", books.space.free_blocks(parked));
         Ok(out)
@@ -306,8 +310,7 @@ impl Device {
     pub fn check(&self) -> Result<(), String> {
         let books = self.books.lock();
         books.space.check()?;
-        let managed: usize =
-            (0..books.managers.len()).map(|m| books.free(m) + books.space.live_bytes(books.managers[m].ready)).sum();
+        let managed: usize = (0..books.managers.len()).map(|m| books.free(m) + books.live(m)).sum();
         let spare: usize = books.spare.iter().map(|s| s.1).sum();
         let held: usize = books.segments.iter().map(|s| s.size).sum();
         if managed != books.space.total() || managed + spare != held {
@@ -349,9 +352,13 @@ impl Drop for Device {
     }
 }
 
-/// None where it cannot be told: for the NULL stream, a stream being captured, and drivers without ids.
+/// None where it cannot be told: for the NULL stream, a per-thread one, a stream being captured, and drivers without ids.
 fn stream_id(driver: &Driver, s: Stream) -> Result<Option<u64>, Error> {
-    if is_null(s) || !driver.has_stream_id() || driver.stream_is_capturing(s).map_err(|_| Error::InvalidArgument)? {
+    if is_null(s)
+        || s == Stream::PER_THREAD
+        || !driver.has_stream_id()
+        || driver.stream_is_capturing(s).map_err(|_| Error::InvalidArgument)?
+    {
         return Ok(None);
     }
     driver.stream_id(s).map(Some).map_err(|_| Error::InvalidArgument)
@@ -381,8 +388,13 @@ impl Books {
         self.space.free_bytes(ready) + self.space.free_bytes(parked)
     }
 
-    /// A stream that has another id than the manager knew is a new one under an old handle: what was freed on the old one is
-    /// not in its order.
+    fn live(&self, m: usize) -> usize {
+        let Manager { ready, parked, .. } = self.managers[m];
+        self.space.live_bytes(ready) + self.space.live_bytes(parked)
+    }
+
+    /// A stream that has another id than the manager knew is a new one under an old handle: neither what was freed on the old
+    /// one nor what is live from its time is in its order.
     fn notice(&mut self, m: usize, id: Option<u64>) {
         if id.is_none() || self.managers[m].stream_id == id {
             return;
@@ -391,7 +403,7 @@ impl Books {
             return;
         }
         let Manager { ready, parked, .. } = self.managers[m];
-        for b in self.space.free_blocks(ready) {
+        for b in self.space.free_blocks(ready).into_iter().chain(self.space.live_blocks(Some(ready))) {
             self.space.set_owner(b, parked);
         }
     }

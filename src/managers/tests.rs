@@ -248,3 +248,59 @@ fn a_refused_stream_leaves_nothing_held() {
     assert!(matches!(device(&sim, 0, 64 * MIB, &[(dead, 0)], Rules::default()), Err(Error::InvalidArgument)));
     assert_eq!(free_bytes(&sim, 0), before);
 }
+
+#[test]
+fn a_per_thread_stream_orders_nothing_between_threads() {
+    let sim = testing::sim();
+    sim.context(0);
+    let own = Stream::PER_THREAD;
+    let bounded = Rules { cannot_grow: true, ..Rules::default() };
+    let d = device(&sim, 0, 4 * MIB, &[(own, 2 * MIB)], bounded).unwrap();
+    let turn = std::sync::Barrier::new(2);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            sim.context(0);
+            let p = d.malloc(MIB, own).unwrap();
+            let gate = sim.gate(own);
+            sim.memset(p, 1, MIB, own);
+            turn.wait();
+            turn.wait();
+            d.free(p, own).unwrap();
+            turn.wait();
+            turn.wait();
+            gate.open();
+            p
+        });
+        turn.wait();
+        d.malloc(512, own).unwrap();
+        turn.wait();
+        turn.wait();
+        let q = d.malloc(MIB, own).unwrap();
+        turn.wait();
+        assert_ne!(other.join().unwrap(), q, "the other thread's stream had not got there");
+    });
+    d.check().unwrap();
+}
+
+#[test]
+fn a_new_stream_under_an_old_handle_inherits_no_order() {
+    let sim = testing::sim();
+    sim.context(0);
+    let a = sim.stream();
+    let bounded = Rules { cannot_grow: true, ..Rules::default() };
+    let d = device(&sim, 0, 4 * MIB, &[(a, 2 * MIB)], bounded).unwrap();
+    let p = d.malloc(MIB, a).unwrap();
+    let gate = sim.gate(a);
+    sim.memset(p, 1, MIB, a);
+    sim.destroy(a);
+    let again = (0..16).any(|_| sim.stream() == a);
+    assert!(again, "simcuda gives a handle again, as the driver does");
+    d.malloc(512, a).unwrap();
+    let before = d.info(a).unwrap();
+    d.free(p, a).unwrap();
+    assert_eq!(d.info(a), Ok((before.0 + MIB, before.1)), "free in the books at once");
+    assert_ne!(d.malloc(MIB, a), Ok(p), "the destroyed stream still writes");
+    gate.open();
+    sim.driver.ctx_synchronize().unwrap();
+    d.check().unwrap();
+}
