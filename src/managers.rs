@@ -11,7 +11,7 @@
 //! 2. a child: the root's memory, once the work before its free is finished;
 //! 3. unless `CANNOT_GROW`: the driver, through the root;
 //! 4. unless `CANNOT_STEAL`: memory idle in the other managers, once finished;
-//! 5. the same again after the host has waited for the work before those frees.
+//! 5. the same again after the host has waited for the work before those frees, the earliest first, where that can help.
 //!
 //! The mutex of a device is held across no driver call.
 
@@ -228,11 +228,18 @@ impl Device {
         if let Some(p) = self.books.lock().take(m, size, &self.fences, steal) {
             return Ok(Some(p));
         }
-        if fenced {
-            self.fences.wait(self.fences.stamp())?;
-            return Ok(self.books.lock().take(m, size, &self.fences, steal));
+        // Only for memory that would do, and for no work after its free: foreign work may never end without us.
+        while fenced && let Some(stamp) = self.awaited(m, size, steal) {
+            self.fences.wait(stamp)?;
+            if let Some(p) = self.books.lock().take(m, size, &self.fences, steal) {
+                return Ok(Some(p));
+            }
         }
         Ok(None)
+    }
+
+    fn awaited(&self, m: usize, size: usize, steal: bool) -> Option<u64> {
+        self.books.lock().awaited(m, size, &self.fences, steal)
     }
 
     /// The root grows by what is needed, and `m` takes its block out of that.
@@ -458,6 +465,18 @@ impl Books {
             return self.space.alloc(to, size).map(|b| self.space.addr(b));
         }
         None
+    }
+
+    /// The earliest unfinished stamp among the free memory that `m` may have; None when `size` would not be there even if all
+    /// of it were finished.
+    fn awaited(&self, m: usize, size: usize, fences: &Fences, steal: bool) -> Option<u64> {
+        let reach = |o: &usize| steal || *o == m || *o == ROOT;
+        let reach: Vec<usize> = (0..self.managers.len()).filter(reach).collect();
+        let run = |base: u64| self.space.free_runs(base).iter().any(|r| (r.1 - r.0) as usize >= size);
+        let enough = reach.iter().any(|&o| self.free(o) >= size) || steal && self.regions.iter().any(|r| run(r.0));
+        let owners = reach.iter().flat_map(|&o| [self.managers[o].ready, self.managers[o].parked]);
+        let stamps = owners.flat_map(|o| self.space.free_blocks(o)).map(|b| self.space.stamp(b));
+        stamps.filter(|&stamp| enough && !fences.is_finished(stamp)).min()
     }
 
     fn move_finished(&mut self, from: OwnerId, to: OwnerId, fences: &Fences) {

@@ -304,3 +304,36 @@ fn a_new_stream_under_an_old_handle_inherits_no_order() {
     sim.driver.ctx_synchronize().unwrap();
     d.check().unwrap();
 }
+
+/// Runs `act` in a thread of its own; whether it ended while stream `busy` was held back.
+fn ends_beside(sim: &Sim, busy: Stream, act: impl FnOnce() + Send) -> bool {
+    let gate = sim.gate(busy);
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            sim.context(0);
+            act();
+        });
+        let start = std::time::Instant::now();
+        while !thread.is_finished() && start.elapsed().as_secs() < 3 {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        let ended = thread.is_finished();
+        gate.open();
+        ended
+    })
+}
+
+#[test]
+fn nobody_waits_for_what_cannot_help() {
+    let sim = testing::sim();
+    sim.context(0);
+    let (a, b, busy) = (sim.stream(), sim.stream(), sim.stream());
+    let bounded = Rules { cannot_grow: true, ..Rules::default() };
+    let d = device(&sim, 0, 4 * MIB, &[(a, 2 * MIB), (b, 2 * MIB)], bounded).unwrap();
+    let refused = |size, s| matches!(d.malloc(size, s), Err(Error::OutOfMemory { .. }));
+    assert!(ends_beside(&sim, busy, || assert!(refused(1 << 40, a))), "1 TiB out of 4 MiB");
+    let p = d.malloc(2 * MIB, a).unwrap();
+    assert!(ends_beside(&sim, busy, || assert!(refused(4 * MIB, b))), "half of it is live");
+    d.free(p, a).unwrap();
+    d.check().unwrap();
+}
