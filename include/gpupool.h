@@ -82,7 +82,8 @@ typedef struct THCDeviceAllocator {
    */
   cudaError_t (*malloc)(void *state, void **ptr, size_t size, cudaStream_t stream);
   /*
-   Moves a block to a new one of `new_size` bytes; what fits is copied on the stream.
+   Moves a block to a new one of `new_size` bytes; what fits is copied on the stream, and the old block goes as `free` has
+   it. On an error the pointer stays as it was.
    */
   cudaError_t (*realloc)(void *state,
                          void **ptr,

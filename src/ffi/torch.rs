@@ -27,7 +27,8 @@ pub struct THCDeviceAllocator {
             stream: cudaStream_t,
         ) -> cudaError_t,
     >,
-    /// Moves a block to a new one of `new_size` bytes; what fits is copied on the stream.
+    /// Moves a block to a new one of `new_size` bytes; what fits is copied on the stream, and the old block goes as `free` has
+    /// it. On an error the pointer stays as it was.
     pub realloc: Option<
         unsafe extern "C" fn(
             state: *mut c_void,
@@ -105,11 +106,17 @@ unsafe extern "C" fn thc_realloc(
             return copied;
         }
     }
-    // SAFETY: the copy was the last use of the old block, on this stream.
-    let freed = unsafe { gpupoolFree(old, s) };
+    // Other streams may still use the old block: it goes as `free` goes, not in the order of `s` alone.
+    // SAFETY: the table's function ignores its state.
+    let freed = unsafe { thc_free(std::ptr::null_mut(), old) };
+    if freed != 0 {
+        // SAFETY: the new block is ours; the copy on `s` was its only use.
+        unsafe { gpupoolFree(new, s) };
+        return freed;
+    }
     // SAFETY: not NULL, and the caller's to write.
     unsafe { *ptr = new };
-    freed
+    0
 }
 
 unsafe extern "C" fn thc_free(_: *mut c_void, ptr: *mut c_void) -> c_int {
@@ -178,5 +185,37 @@ pub unsafe extern "C" fn gpupool_torch_free(ptr: *mut c_void, _size: isize, _dev
     let code = unsafe { gpupoolFree(ptr, stream) };
     if code != 0 {
         log::warn!("PyTorch freed {ptr:p}, which is not a live block: {code}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing;
+
+    #[test]
+    fn realloc_frees_for_every_stream_and_keeps_the_pointer_on_an_error() {
+        const SIZE: usize = 4 << 20;
+        let sim = testing::sim();
+        sim.context(0);
+        let (a, b) = (sim.stream(), sim.stream());
+        let raw = a.0 as cudaStream_t;
+        let none = std::ptr::null_mut();
+        let (mut p, mut q, mut stranger) = (none, none, 0x1000 as *mut c_void);
+        // SAFETY: live pointers and streams; the stranger is not looked into, as no byte of it is kept.
+        unsafe {
+            assert_eq!(thc_malloc(none, &mut p, SIZE, raw), 0);
+            let old = p;
+            let gate = sim.gate(b);
+            sim.memset(old as u64, 1, 64, b);
+            assert_eq!(thc_realloc(none, &mut p, SIZE, SIZE + SIZE / 2, raw), 0);
+            assert_eq!(thc_malloc(none, &mut q, SIZE, raw), 0);
+            assert_ne!(q, old, "another stream still writes there");
+            gate.open();
+            assert_eq!(thc_realloc(none, &mut stranger, 0, 512, raw), 1);
+            assert_eq!(stranger as usize, 0x1000);
+            assert_eq!((thc_free(none, p), thc_free(none, q)), (0, 0));
+        }
+        sim.driver.ctx_synchronize().unwrap();
     }
 }
