@@ -102,7 +102,7 @@ extern "C" {
  counts a reference and changes nothing else.
 
  INVALID_ARGUMENT: no device, one that does not exist or is named twice, a size not under the device's total, or a stream
- that is NULL or named twice. OUT_OF_MEMORY: a size that cannot be had; nothing is held then. `flags` are
+ that is NULL, named twice, or not of its device. OUT_OF_MEMORY: a size that cannot be had; nothing is held then. `flags` are
  `cnmemManagerFlags_t`, combined.
 
  # Safety

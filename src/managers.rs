@@ -59,9 +59,9 @@ struct Books {
     /// The root first.
     managers: Vec<Manager>,
     segments: Vec<Segment>,
-    /// Regions as the `Space` has them: base and bytes.
-    regions: Vec<(u64, usize)>,
-    /// What the source gave beyond what was asked (its granularity), in no manager yet.
+    /// The bases of the `Space`'s regions, one a segment.
+    regions: Vec<u64>,
+    /// What the source gave beyond what was asked (its granularity), in no manager yet; each goes on where its region ends.
     spare: Vec<(u64, usize)>,
 }
 
@@ -122,7 +122,7 @@ impl Device {
         let mut managers = Vec::new();
         let named = request.streams.iter().map(|s| s.0);
         for stream in std::iter::once(Stream::NULL).chain(named) {
-            managers.push(Manager::new(&mut space, driver, stream)?);
+            managers.push(Manager::new(&mut space, driver, ctx, stream)?);
         }
         let segment = loop {
             match source.acquire(size) {
@@ -149,7 +149,7 @@ impl Device {
         let books = Books {
             space,
             managers,
-            regions: vec![(segment.base, size)],
+            regions: vec![segment.base],
             segments: vec![segment],
             spare: spare.into_iter().collect(),
         };
@@ -171,7 +171,12 @@ impl Device {
         self.books.lock().space.lookup(p).is_some()
     }
 
-    /// Makes a child for `s`; does nothing when there is one.
+    /// Whether `s` is a stream of this device's context: only then do its fences cover the stream's work.
+    pub fn owns(&self, s: Stream) -> bool {
+        self.driver.stream_ctx(s) == Ok(self.ctx)
+    }
+
+    /// Makes a child for `s`, a stream that this device `owns`; does nothing when there is one.
     pub fn register(&self, s: Stream) -> Result<(), Error> {
         if self.serves(s) {
             return Ok(());
@@ -255,7 +260,7 @@ impl Device {
         let mut books = self.books.lock();
         let (base, whole) = (segment.base, segment.size);
         books.segments.push(segment);
-        Ok(books.grow_by(m, size, base, whole))
+        Ok(Some(books.grow_by(m, size, base, whole)))
     }
 
     /// `InvalidArgument`, and nothing changed, for a pointer that is not a live block's start, a stream without a manager, or
@@ -376,7 +381,11 @@ fn is_null(s: Stream) -> bool {
 }
 
 impl Manager {
-    fn new(space: &mut Space, driver: &Driver, stream: Stream) -> Result<Manager, Error> {
+    /// `InvalidArgument` for a stream of another context than `ctx`, whose fences would not cover its work.
+    fn new(space: &mut Space, driver: &Driver, ctx: Context, stream: Stream) -> Result<Manager, Error> {
+        if !is_null(stream) && driver.stream_ctx(stream) != Ok(ctx) {
+            return Err(Error::InvalidArgument);
+        }
         let stream_id = stream_id(driver, stream)?;
         Ok(Manager { stream, stream_id, ready: space.add_owner(), parked: space.add_owner() })
     }
@@ -449,7 +458,7 @@ impl Books {
     /// A run of finished free blocks side by side, whoever owns them, is taken over whole.
     fn take_run(&mut self, to: OwnerId, size: usize, fences: &Fences) -> Option<u64> {
         let owners: Vec<OwnerId> = self.managers.iter().flat_map(|m| [m.ready, m.parked]).collect();
-        for base in self.regions.iter().map(|r| r.0) {
+        for &base in &self.regions {
             let runs = self.space.free_runs(base);
             let fit = |r: &&(u64, u64, u64)| (r.1 - r.0) as usize >= size && fences.is_finished(r.2);
             let Some(&(start, end, _)) = runs.iter().find(fit) else {
@@ -473,7 +482,7 @@ impl Books {
         let reach = |o: &usize| steal || *o == m || *o == ROOT;
         let reach: Vec<usize> = (0..self.managers.len()).filter(reach).collect();
         let run = |base: u64| self.space.free_runs(base).iter().any(|r| (r.1 - r.0) as usize >= size);
-        let enough = reach.iter().any(|&o| self.free(o) >= size) || steal && self.regions.iter().any(|r| run(r.0));
+        let enough = reach.iter().any(|&o| self.free(o) >= size) || steal && self.regions.iter().any(|&base| run(base));
         let owners = reach.iter().flat_map(|&o| [self.managers[o].ready, self.managers[o].parked]);
         let stamps = owners.flat_map(|o| self.space.free_blocks(o)).map(|b| self.space.stamp(b));
         stamps.filter(|&stamp| enough && !fences.is_finished(stamp)).min()
@@ -487,18 +496,27 @@ impl Books {
         }
     }
 
+    /// Memory that the source gave beyond what was asked: the region before it goes on.
     fn grow_into_spare(&mut self, m: usize, size: usize) -> Option<u64> {
         let i = self.spare.iter().position(|s| s.1 >= size)?;
-        let (base, whole) = self.spare.swap_remove(i);
-        self.grow_by(m, size, base, whole)
+        let (base, whole) = self.spare[i];
+        let b = self.space.extend_region(base, size, self.managers[ROOT].ready)?;
+        if whole > size {
+            self.spare[i] = (base + size as u64, whole - size);
+        } else {
+            self.spare.swap_remove(i);
+        }
+        Some(self.space.take(b, self.managers[m].ready, 0))
     }
 
-    /// New memory joins the root, and `m` takes `size` of it.
-    fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> Option<u64> {
-        self.regions.push((base, whole));
-        let b = self.space.add_region(base, whole, self.managers[ROOT].ready);
-        let (b, _) = self.space.split(b, size);
-        Some(self.space.take(b, self.managers[m].ready, 0))
+    /// `m` takes exactly `size` of a new segment; the rest is spare, so that no manager counts more than was asked.
+    fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> u64 {
+        self.regions.push(base);
+        let b = self.space.add_region(base, size, self.managers[ROOT].ready);
+        if whole > size {
+            self.spare.push((base + size as u64, whole - size));
+        }
+        self.space.take(b, self.managers[m].ready, 0)
     }
 }
 

@@ -83,6 +83,14 @@ fn a_bad_setting_warns_once_and_nothing_else_is_printed() {
     assert_eq!(text.matches("GPUPOOL_BIN_STEPS=many").count(), 1, "{text}");
 }
 
+#[test]
+fn init_shrinks_only_when_asked_to() {
+    let refused = ("SIMCUDA_FAIL", "cuMemCreate:1");
+    program("quickstart", &[], &[refused], 1);
+    let text = program("quickstart", &[], &[refused, ("GPUPOOL_INIT_SHRINK", "0.75"), ("GPUPOOL_LOG", "info")], 0);
+    assert!(text.contains("trying 50331648 bytes"), "{text}");
+}
+
 /// One driver call after another fails; the program may report an error, but must neither crash nor hang.
 #[test]
 fn a_fault_at_any_driver_call_is_an_error_and_no_more() {

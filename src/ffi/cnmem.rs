@@ -164,7 +164,7 @@ unsafe fn requests(d: &Driver, n: c_int, devices: *const cnmemDevice_t) -> Resul
 /// counts a reference and changes nothing else.
 ///
 /// INVALID_ARGUMENT: no device, one that does not exist or is named twice, a size not under the device's total, or a stream
-/// that is NULL or named twice. OUT_OF_MEMORY: a size that cannot be had; nothing is held then. `flags` are
+/// that is NULL, named twice, or not of its device. OUT_OF_MEMORY: a size that cannot be had; nothing is held then. `flags` are
 /// `cnmemManagerFlags_t`, combined.
 ///
 /// # Safety
@@ -253,7 +253,7 @@ pub unsafe extern "C" fn cnmemRegisterStream(stream: cudaStream_t) -> cnmemStatu
         if s == Stream::NULL || s == Stream::LEGACY {
             return Err(Error::InvalidArgument);
         }
-        session.device(Stream::NULL)?.register(s)
+        session.devices.iter().find(|d| d.owns(s)).ok_or(Error::InvalidArgument)?.register(s)
     })
 }
 

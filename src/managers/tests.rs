@@ -337,3 +337,32 @@ fn nobody_waits_for_what_cannot_help() {
     d.free(p, a).unwrap();
     d.check().unwrap();
 }
+
+#[test]
+fn growing_counts_what_was_asked() {
+    let sim = testing::sim();
+    sim.context(0);
+    let a = sim.stream();
+    let d = device(&sim, 0, 4096, &[(a, 0)], Rules::default()).unwrap();
+    let p = d.malloc(8192, Stream::NULL).unwrap();
+    assert_eq!(d.info(Stream::NULL), Ok((4096, 12288)));
+    let q = d.malloc(3 * MIB + 512, a).unwrap();
+    assert_eq!((d.info(Stream::NULL), d.info(a)), (Ok((4096, 12800 + 3 * MIB)), Ok((0, 3 * MIB + 512))));
+    d.free(p, Stream::NULL).unwrap();
+    assert_eq!(d.malloc(12288, Stream::NULL), Ok(p - 4096), "grown memory coalesces with what was there");
+    d.free(q, a).unwrap();
+    d.check().unwrap();
+}
+
+#[test]
+fn a_stream_of_another_device_is_refused() {
+    let sim = testing::sim();
+    sim.context(1);
+    let foreign = sim.stream();
+    sim.context(0);
+    let refused = device(&sim, 0, 4096, &[(foreign, 0)], Rules::default());
+    assert!(matches!(refused, Err(Error::InvalidArgument)));
+    let d = device(&sim, 0, 4096, &[], Rules::default()).unwrap();
+    assert!(!d.owns(foreign));
+    d.register(sim.stream()).unwrap();
+}

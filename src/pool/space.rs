@@ -353,6 +353,25 @@ impl Space {
         b
     }
 
+    /// The region that ends at `base` grows by `size` bytes: one more free block of `o`, not merged with its neighbour until
+    /// either changes. None when no region ends there.
+    pub fn extend_region(&mut self, base: u64, size: usize, o: OwnerId) -> Option<BlockId> {
+        debug_assert!(size > 0 && size.is_multiple_of(GRANULE));
+        let (&start, &(whole, mut last)) = self.regions.range(..base).next_back()?;
+        if start + whole as u64 != base {
+            return None;
+        }
+        let first = last;
+        while self.blocks[last as usize].right != NIL {
+            last = self.blocks[last as usize].right;
+        }
+        let b = self.new_block(Block { addr: base, size, left: last, owner: o, state: State::Free, ..VACANT });
+        self.blocks[last as usize].right = b;
+        self.regions.insert(start, (whole + size, first));
+        self.list(b);
+        Some(b)
+    }
+
     /// Forgets the addresses from `base` on, `size` bytes (multiples of the granule), which must lie in one region and be
     /// wholly free, whoever owns the parts. What is left of the region on either side becomes regions of their own. Err, and
     /// nothing changed, while a block there is in use.

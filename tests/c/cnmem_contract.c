@@ -284,9 +284,19 @@ static void devices(void) {
   EQ(a.device, 1);
   MUST(cudaSetDevice(0));
   INFO(NULL, 4096, 4096);
+  MUST(cudaSetDevice(1));
+  cudaStream_t theirs = new_stream();
+  MUST(cudaSetDevice(0));
+  EQ(cnmemRegisterStream(theirs), OK); /* on its own device, whichever is current */
+  void *q = NULL;
+  EQ(cnmemMalloc(&q, 512, theirs), OK);
+  MUST(cudaPointerGetAttributes(&a, q));
+  EQ(a.device, 1);
+  EQ(cnmemFree(q, theirs), OK);
+  MUST(cudaStreamDestroy(theirs));
   EQ(cnmemFree(p, NULL), OK); /* of the other device */
   MUST(cudaSetDevice(1));
-  INFO(NULL, 8192, 8192);
+  INFO(NULL, 7680, 8192); /* 512 are the stream's now */
   d[1].device = 0;
   EQ(cnmemFinalize(), OK);
   EQ(cnmemInit(2, d, 0), BAD); /* one device twice */

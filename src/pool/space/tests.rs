@@ -141,3 +141,17 @@ fn random_operations_keep_the_invariants() {
     s.check().unwrap();
     assert_eq!(owners.iter().map(|&o| s.free_bytes(o)).sum::<usize>(), 16 << 20);
 }
+
+#[test]
+fn a_region_grows_at_its_end() {
+    let mut s = Space::new();
+    let (a, b) = (s.add_owner(), s.add_owner());
+    s.add_region(1 << 30, 4096, a);
+    assert!(s.extend_region((1 << 30) + 512, 512, b).is_none(), "no region ends there");
+    let more = s.extend_region((1 << 30) + 4096, 8192, b).unwrap();
+    assert_eq!((s.total(), s.free_bytes(a), s.free_bytes(b)), (12288, 4096, 8192));
+    s.check().unwrap();
+    s.set_owner(more, a);
+    assert!(s.alloc(a, 12288).is_some(), "one region, coalesced");
+    s.check().unwrap();
+}
