@@ -45,7 +45,7 @@ use crate::error::Error;
 use crate::source::{Segment, Source, SourceKind};
 use bins::BinTable;
 use fence::Fences;
-use space::{BlockId, OwnerId, Space, round_up};
+use space::{BlockId, GRANULE, OwnerId, Space, round_up};
 
 const MIB: usize = 1 << 20;
 /// Segments grow with the pool, between these, so that a small program holds little and a large one makes few driver calls.
@@ -314,7 +314,7 @@ impl Pool {
 
     fn segment_size(&self, want: Request) -> usize {
         let held = self.inner.lock().held_by[want.domain as usize];
-        (held / 8).clamp(SEGMENT.0, SEGMENT.1).max(want.size)
+        (held / 8).clamp(SEGMENT.0, SEGMENT.1).max(want.size).next_multiple_of(GRANULE)
     }
 
     #[cold]
