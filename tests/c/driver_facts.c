@@ -6,7 +6,11 @@
 #include <cuda.h>
 #include <dlfcn.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <stdint.h>
+
+/* cuda.h's CU_MEM_LOCATION_TYPE_HOST_NUMA, which small headers lack. */
+static const int HOST_NUMA = 3;
 
 static void *lib;
 static void *sym(const char *name) {
@@ -35,6 +39,7 @@ static void before_context(void) {
 static void allocation(void) {
   CUdeviceptr p = 7, q;
   EQ(Alloc(&p, 0), 1);
+  EQ(p, 0);
   EQ(Alloc(NULL, 4), 1);
   EQ(Alloc(&p, (size_t)4 << 40), 2);
   EQ(Alloc(&p, SIZE_MAX), 2);
@@ -51,20 +56,36 @@ static void allocation(void) {
   CUresult (*Range)(CUdeviceptr *, size_t *, CUdeviceptr) = F((CUdeviceptr *, size_t *, CUdeviceptr), "cuMemGetAddressRange_v2");
   CUdeviceptr base = 0;
   size_t size = 0;
+  EQ(q - p, 4096);
   EQ(Range(&base, &size, p + 100), 0);
   EQ(base, p);
+  EQ(size, 4096);
+  EQ(Range(&base, &size, q + 100), 0);
+  EQ(base, q);
   EQ(size, 4096);
   CUresult (*Attr)(void *, int, CUdeviceptr) = F((void *, int, CUdeviceptr), "cuPointerGetAttribute");
   u64 a = 0, b = 0;
   EQ(Attr(&a, CU_POINTER_ATTRIBUTE_BUFFER_ID, p), 0);
   EQ(Attr(&b, CU_POINTER_ATTRIBUTE_BUFFER_ID, q), 0);
   CHECK(a != b);
+  CUresult (*Ipc)(CUipcMemHandle *, CUdeviceptr) = F((CUipcMemHandle *, CUdeviceptr), "cuIpcGetMemHandle");
+  CUipcMemHandle handle;
+  CUdeviceptr large;
+  MUST(Alloc(&large, (size_t)4 << 20));
+  EQ(Ipc(&handle, large), 0);
+  EQ(Ipc(&handle, large + 512), 0);
+  EQ(Ipc(&handle, q), 0);
+  EQ(Free(large), 0);
   EQ(Free(p + 512), 1);
   EQ(Free(p), 0);
   EQ(Free(p), 1);
   EQ(Free(0x10000), 1);
   EQ(Free(q), 0);
   EQ(cudaFree((void *)0x10000), 1);
+  EQ(cudaGetLastError(), 1);
+  MUST(cudaMalloc(&v, 4096));
+  EQ(cudaFree(v), 0);
+  EQ(cudaFree(v), 1);
   EQ(cudaGetLastError(), 1);
   EQ(cudaFree(NULL), 0);
   size_t f, t;
@@ -132,6 +153,21 @@ static void pages(void) {
   EQ(Unmap(va, 2 * two), 0);
   EQ(Unmap(va + 8 * two, 2 * two), 0);
   EQ(Release(h), 0);
+  /* Memory of the host in the same addresses: the device writes it, the host reads it. */
+  CUmemAllocationProp near = prop;
+  near.location.type = HOST_NUMA;
+  EQ(Gran(&min, &near, CU_MEM_ALLOC_GRANULARITY_MINIMUM), 0);
+  EQ(min, two);
+  EQ(Create(&h, two, &near, 0), 0);
+  EQ(Map(va, two, 0, h, 0), 0);
+  CUmemAccessDesc both[2] = {rw, rw};
+  both[1].location = near.location;
+  EQ(Access(va, two, both, 2), 0);
+  MUST(cudaMemset((void *)(uintptr_t)va, 0x33, 16));
+  MUST(cudaDeviceSynchronize());
+  EQ(*(volatile unsigned char *)(uintptr_t)va, 0x33);
+  EQ(Unmap(va, two), 0);
+  EQ(Release(h), 0);
   MUST(Info(&f, &t));
   EQ(Create(&big, (f / two + 64) * two, &prop, 0), 2);
   /* None of these waits for running work. */
@@ -197,26 +233,42 @@ static void per_thread(void) {
   CHECK(mine != theirs && theirs != 0);
 }
 
+static sem_t gated, done;
+static void *gate_own_stream(void *arg) {
+  MUST(cudaFree(0));
+  *(gate_t **)arg = gate_close(cudaStreamPerThread);
+  sem_post(&gated);
+  sem_wait(&done);
+  return NULL;
+}
+
 /* cuCtxRecordEvent covers every kind of stream, and no later work. */
 static void context_fences(void) {
   CUcontext ctx = NULL;
   MUST(CtxCurrent(&ctx));
   cudaEvent_t e;
   MUST(cudaEventCreateWithFlags(&e, cudaEventDisableTiming));
-  for (int kind = 0; kind < 5; kind++) {
+  for (int kind = 0; kind < 6; kind++) {
     cudaStream_t s = NULL;
+    gate_t *g;
+    pthread_t t;
     if (kind == 0) MUST(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
     if (kind == 1) MUST(cudaStreamCreate(&s));
     if (kind == 2) s = cudaStreamLegacy;
     if (kind == 3) s = cudaStreamPerThread;
     if (kind == 4) MUST(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-    gate_t *g = gate_close(s);
+    if (kind == 5) { /* another thread's per-thread stream; the thread lives on */
+      sem_init(&gated, 0, 0), sem_init(&done, 0, 0);
+      pthread_create(&t, NULL, gate_own_stream, &g);
+      sem_wait(&gated);
+    } else g = gate_close(s);
     if (kind == 4) MUST(cudaStreamDestroy(s));
     EQ(CtxRecord(ctx, (CUevent)e), 0);
     EQ(EvQuery((CUevent)e), 600);
     gate_open(g);
     MUST(cudaEventSynchronize(e));
     if (kind < 2) MUST(cudaStreamDestroy(s));
+    if (kind == 5) sem_post(&done), pthread_join(t, NULL);
   }
   cudaStream_t a, b;
   MUST(cudaStreamCreateWithFlags(&a, cudaStreamNonBlocking));
@@ -224,7 +276,10 @@ static void context_fences(void) {
   EQ(CtxRecord(ctx, (CUevent)e), 0);
   gate_t *later = gate_close(a);
   MUST(cudaEventSynchronize(e)); /* hangs if later work were covered */
+  EQ(CtxWait(ctx, (CUevent)e), 0);
+  MUST(cudaStreamSynchronize(b)); /* nor does the wait hold other streams back for it */
   gate_open(later);
+  MUST(cudaDeviceSynchronize());
   /* What comes after the wait, on another stream, comes after the event. */
   gate_t *g = gate_close(a);
   EQ(CtxRecord(ctx, (CUevent)e), 0);
@@ -244,6 +299,78 @@ static void context_fences(void) {
   MUST(cudaStreamDestroy(a));
   MUST(cudaStreamDestroy(b));
   MUST(cudaEventDestroy(e));
+}
+
+/* A call in a thread of its own, and whether it has returned. */
+struct call {
+  enum { FREE, FREE_HOST, COPY } what;
+  void *p;
+  cudaStream_t s;
+  pthread_t thread;
+  int result;
+  atomic_int returned;
+};
+static void *call_run(void *arg) {
+  struct call *c = arg;
+  static unsigned char from[64];
+  MUST(cudaSetDevice(0));
+  switch (c->what) {
+  case FREE: c->result = cudaFree(c->p); break;
+  case FREE_HOST: c->result = cudaFreeHost(c->p); break;
+  case COPY: c->result = cudaMemcpyAsync(c->p, from, sizeof from, cudaMemcpyHostToDevice, c->s); break;
+  }
+  atomic_store(&c->returned, 1);
+  return NULL;
+}
+static void call_start(struct call *c, int what, void *p, cudaStream_t s) {
+  c->what = what, c->p = p, c->s = s, c->returned = 0;
+  pthread_create(&c->thread, NULL, call_run, c);
+}
+static void call_end(struct call *c) {
+  pthread_join(c->thread, NULL);
+  EQ(c->result, 0);
+}
+
+/* Who waits for running work: cudaFree and cudaFreeHost do, for every stream; cudaMalloc and cudaFree(NULL) do not. */
+static void waiting(void) {
+  cudaStream_t s, other;
+  void *p, *large, *q, *host;
+  struct call c, copy;
+  struct cudaDeviceProp prop;
+  MUST(cudaGetDeviceProperties(&prop, 0));
+  int simulated = strstr(prop.name, "simcuda") != NULL;
+  MUST(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  MUST(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+  MUST(cudaMalloc(&q, 4096));
+  gate_t *g = gate_close(s);
+  EQ(cudaMalloc(&p, (size_t)1 << 20), 0);
+  EQ(cudaMalloc(&large, (size_t)64 << 20), 0);
+  EQ(cudaFree(NULL), 0);
+  EQ(cudaStreamQuery(s), cudaErrorNotReady);
+  call_start(&c, FREE, p, NULL);
+  usleep(50000);
+  EQ(atomic_load(&c.returned), 0);
+  /* While it waits, another thread cannot even submit to another stream. */
+  if (simulated) SKIP("submissions stand still behind a waiting cudaFree: simcuda does not do that");
+  else {
+    call_start(&copy, COPY, q, other);
+    usleep(50000);
+    EQ(atomic_load(&copy.returned), 0);
+  }
+  gate_open(g);
+  call_end(&c);
+  if (!simulated) call_end(&copy);
+  MUST(cudaMallocHost(&host, 4096));
+  g = gate_close(s);
+  call_start(&c, FREE_HOST, host, NULL);
+  usleep(50000);
+  EQ(atomic_load(&c.returned), 0);
+  gate_open(g);
+  call_end(&c);
+  MUST(cudaFree(q));
+  MUST(cudaFree(large));
+  MUST(cudaStreamDestroy(s));
+  MUST(cudaStreamDestroy(other));
 }
 
 static void legacy_events(void) {
@@ -377,6 +504,13 @@ static void captures_beside_a_pool(void) {
 static void addresses(void) {
   static const struct { const char *base; int version, flags; const char *name; } T[] = {
       {"cuMemAlloc", 2000, 0, "cuMemAlloc"},        {"cuMemAlloc", 3020, 0, "cuMemAlloc_v2"},
+      {"cuMemAlloc", 3010, 0, "cuMemAlloc"},
+      {"cuMemFree", 3010, 0, "cuMemFree"},          {"cuMemFree", 3020, 0, "cuMemFree_v2"},
+      {"cuMemGetInfo", 3010, 0, "cuMemGetInfo"},    {"cuMemGetInfo", 3020, 0, "cuMemGetInfo_v2"},
+      {"cuMemAllocPitch", 3010, 0, "cuMemAllocPitch"}, {"cuMemAllocPitch", 3020, 0, "cuMemAllocPitch_v2"},
+      {"cuMemGetAddressRange", 3010, 0, "cuMemGetAddressRange"}, {"cuMemGetAddressRange", 3020, 0, "cuMemGetAddressRange_v2"},
+      {"cuMemFreeAsync", 11020, 0, "cuMemFreeAsync"}, {"cuMemFreeAsync", 11020, 2, "cuMemFreeAsync_ptsz"},
+      {"cuMemAllocFromPoolAsync", 11020, 0, "cuMemAllocFromPoolAsync"},
       {"cuMemAlloc", 13000, 0, "cuMemAlloc_v2"},    {"cuMemFree", 13000, 0, "cuMemFree_v2"},
       {"cuMemGetInfo", 13000, 0, "cuMemGetInfo_v2"}, {"cuMemGetAddressRange", 12000, 0, "cuMemGetAddressRange_v2"},
       {"cuMemAllocAsync", 11020, 0, "cuMemAllocAsync"}, {"cuMemAllocAsync", 11020, 2, "cuMemAllocAsync_ptsz"},
@@ -393,11 +527,15 @@ static void addresses(void) {
     if (r || p != want || !want) printf("%s at %d flags %d: result %d status %d, %p instead of %s %p\n", T[i].base, T[i].version, T[i].flags, r, status, p, T[i].name, want);
     CHECK(r == 0 && p == want && want);
   }
-  void *p = (void *)1;
-  int status = -1;
-  EQ(GetProc2("cuMemAllocAsync", &p, 11000, 0, &status), 0);
-  CHECK(p == NULL);
-  EQ(status, 2);
+  static const struct { const char *base; int version; } TOO_LOW[] = {
+      {"cuMemAllocAsync", 11000}, {"cuMemFreeAsync", 11010}, {"cuMemAllocFromPoolAsync", 11010}, {"cuGetProcAddress", 11020}};
+  for (size_t i = 0; i < sizeof TOO_LOW / sizeof *TOO_LOW; i++) {
+    void *p = (void *)1;
+    int status = -1;
+    EQ(GetProc2(TOO_LOW[i].base, &p, TOO_LOW[i].version, 0, &status), 0);
+    CHECK(p == NULL);
+    EQ(status, 2);
+  }
 }
 
 /* In a process of its own: the context is gone afterwards. */
@@ -437,6 +575,7 @@ int main(int argc, char **argv) {
   streams();
   per_thread();
   context_fences();
+  waiting();
   legacy_events();
   captures();
   captures_beside_a_pool();
