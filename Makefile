@@ -5,15 +5,17 @@ CC ?= gcc
 PREFIX ?= /usr/local
 DESTDIR ?=
 
+# The paths below are cargo's usual ones, whatever the environment says.
+export CARGO_TARGET_DIR := $(CURDIR)/target
 RELEASE := target/release
 SIM := target/simcuda
 CBIN := target/c
 CFLAGS_C := -std=c11 -O2 -g -Wall -Wextra -Werror
 SIM_INC := -Itests/simcuda/include
 RUN_SIM := LD_LIBRARY_PATH=$(CURDIR)/$(SIM):$(CURDIR)/$(RELEASE)
-PROGRAMS := driver_facts cnmem_contract pool_contract quickstart caffe_train torch_swap
-# A real runtime to compile the demo against: CUDA_HOME, else where nvcc is.
-CUDA_HOME ?= $(shell n=$$(command -v nvcc) && dirname $$(dirname $$(readlink -f $$n)))
+PROGRAMS := driver_facts cnmem_contract pool_contract stress quickstart caffe_train torch_swap
+# A real runtime to compile the demo against: CUDA_HOME, else where nvcc is, on the path or in its usual place.
+CUDA_HOME ?= $(shell n=$$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) && dirname $$(dirname $$(readlink -f $$n)))
 
 .PHONY: help build demo test check headers install gpu-check gpu-bundle clean c-programs simcuda
 help:
@@ -29,8 +31,11 @@ help:
 
 build: $(RELEASE)/libgpupool.so.0 simcuda c-programs
 
+# `sudo make install` often has no cargo, and a GPU machine no Rust: what was built before serves there.
 $(RELEASE)/libgpupool.so.0: FORCE
-	$(CARGO) build --release -p gpupool
+	@if command -v $(CARGO) >/dev/null; then echo $(CARGO) build --release -p gpupool; $(CARGO) build --release -p gpupool; \
+	elif [ -e $(RELEASE)/libgpupool.so ]; then echo "no $(CARGO) here: $(RELEASE)/libgpupool.so is taken as it stands"; \
+	else echo "no $(CARGO) here: building needs Rust" >&2; exit 1; fi
 	@cd $(RELEASE) && ln -sf libgpupool.so libgpupool.so.0 && ln -sf libgpupool.so libcnmem.so.1
 FORCE:
 
@@ -89,7 +94,7 @@ gpu-bundle: $(RELEASE)/libgpupool.so.0
 	@cp -r include tests/c c_examples tests/gpu/run.sh target/gpu-bundle/
 	@cp $(RELEASE)/libgpupool.so target/gpu-bundle/libgpupool.so.0 && strip --strip-debug target/gpu-bundle/libgpupool.so.0 \
 	  && cd target/gpu-bundle && ln -sf libgpupool.so.0 libgpupool.so && ln -sf libgpupool.so.0 libcnmem.so.1
-	@du -sh target/gpu-bundle
+	@du -sh target/gpu-bundle; [ $$(du -sm target/gpu-bundle | cut -f1) -lt 40 ] || { echo "the bundle must stay under 40 MiB" >&2; exit 1; }
 
 gpu-check: gpu-bundle
 	target/gpu-bundle/run.sh

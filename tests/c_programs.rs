@@ -1,9 +1,11 @@
 //! Every C program of `tests/c` and `c_examples`, on simcuda. `make` builds them.
 
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Runs target/c/`name`; it must exit with `code`. Returns what it printed.
+/// Runs target/c/`name`; it must exit with `code`. Returns what it printed, and shows its closing line past the test runner,
+/// which keeps what a passing test prints to itself.
 fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
@@ -13,15 +15,21 @@ fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String
     let out = c.output().expect("make build makes target/c");
     let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     assert_eq!(out.status.code(), Some(code), "{name} {args:?} {env:?}\n{text}");
-    print!("{name}: {text}");
+    let settings: String = env.iter().map(|(k, v)| format!("{k}={v} ")).collect();
+    let closing = text.lines().last().unwrap_or("(prints nothing)");
+    let _ = writeln!(std::io::stderr(), "C program {settings}{}: {closing}", [&[name], args].concat().join(" "));
     text
 }
 
 /// A program that ends in `N passed, N failed`: it must have checked something.
 fn checks(name: &str, env: &[(&str, &str)]) {
     let text = program(name, &[], env, 0);
-    let passed = text.lines().last().and_then(|l| l.split(' ').next()).and_then(|n| n.parse::<u32>().ok());
-    assert!(passed.is_some_and(|n| n > 50), "{name} checked too little:\n{text}");
+    assert!(passed(&text) > 50, "{name} checked too little:\n{text}");
+}
+
+/// The number in a closing `N passed, ...`.
+fn passed(text: &str) -> u32 {
+    text.lines().last().and_then(|l| l.split(' ').next()).and_then(|n| n.parse().ok()).unwrap_or(0)
 }
 
 #[test]
@@ -46,6 +54,16 @@ fn the_gpupool_door_keeps_its_contract() {
     checks("pool_contract", &[("SIMCUDA_DRIVER", "12040")]);
     checks("pool_contract", &[("GPUPOOL_BIN_GROWTH", "8"), ("GPUPOOL_BIN_STEPS", "1"), ("GPUPOOL_BIN_MAX", "2m")]);
     checks("pool_contract", &[("GPUPOOL_MAX_CACHED", "0")]);
+}
+
+/// Random operations through both doors at once. Its checks are few; each stands for all operations of a thread.
+#[test]
+fn random_operations_through_both_doors_keep_every_byte() {
+    for env in [&[][..], &[("SIMCUDA_VMM", "0")], &[("SIMCUDA_DRIVER", "12040")], &[("SIMCUDA_MEM", "192m")]] {
+        let text = program("stress", &["20000"], env, 0);
+        assert!(passed(&text) > 10, "stress checked too little:\n{text}");
+    }
+    program("stress", &["none"], &[], 2);
 }
 
 #[test]

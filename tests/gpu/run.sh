@@ -20,6 +20,7 @@ for f in c/*.c c_examples/*.c; do build "$f" || { echo "FAILED  to build $f"; fa
 for p in driver_facts cnmem_contract pool_contract quickstart torch_swap; do run $p; done
 GPUPOOL_BACKING=malloc run pool_contract
 GPUPOOL_BACKING=malloc run cnmem_contract
+run stress
 for grow in --grow ""; do run caffe_train 128 --iterations 200 $grow; cat "$log/caffe_train.log"; done
 echo "$failed failed"
 exit $((failed > 0))
