@@ -1,5 +1,5 @@
 //! Link arguments, and the C headers: cbindgen writes `cnmem.h` and `gpupool.h` into OUT_DIR from the doors' sources.
-//! `make headers` copies them to `include/`, where they are committed; `tests/headers.rs` says when they drift. A header that
+//! `make headers` copies them to `include/`, where they are committed; `tests/project.rs` says when they drift. A header that
 //! cannot be written is an error: it would be a door without a sign.
 
 use std::path::Path;

@@ -1,7 +1,7 @@
 //! gpupool: a caching allocator for CUDA memory with a C ABI.
 //!
 //! # The layers, top down
-//! Each may use those below it, never above; `tests/layering.rs` checks it against this list.
+//! Each may use those below it, never above; `tests/project.rs` checks it against this list.
 //!
 //! ```text
 //! ffi        doors: what programs call. Check arguments, find the pool, translate errors

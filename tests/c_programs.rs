@@ -4,8 +4,8 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// Runs target/c/`name`; it must exit with `code`. Returns what it printed, and shows its closing line past the test runner,
-/// which keeps what a passing test prints to itself.
+/// Runs target/c/`name`; it must exit with `code`. Returns what it printed, and shows its closing line, and what it skipped, past
+/// the test runner, which keeps what a passing test prints to itself.
 fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String {
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
     let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
@@ -17,7 +17,9 @@ fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String
     assert_eq!(out.status.code(), Some(code), "{name} {args:?} {env:?}\n{text}");
     let settings: String = env.iter().map(|(k, v)| format!("{k}={v} ")).collect();
     let closing = text.lines().last().unwrap_or("(prints nothing)");
-    let _ = writeln!(std::io::stderr(), "C program {settings}{}: {closing}", [&[name], args].concat().join(" "));
+    let skipped: String = text.lines().filter(|l| l.starts_with("skipped: ")).map(|l| format!("; {l}")).collect();
+    let line = format!("C program {settings}{}: {closing}{skipped}\n", [&[name], args].concat().join(" "));
+    let _ = std::io::stderr().write_all(line.as_bytes());
     text
 }
 
