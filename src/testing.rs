@@ -125,6 +125,18 @@ impl Sim {
         unsafe { set(spec.as_ptr()) }
     }
 
+    /// How many there are alive of "handles", "mappings", "allocations" or another kind that simcuda counts.
+    pub fn live(&self, kind: &str) -> i64 {
+        let word = CString::new(kind).unwrap();
+        // SAFETY: simcuda's signature.
+        let count: unsafe extern "C" fn(*const c_char) -> i64 =
+            unsafe { std::mem::transmute(self.symbol("simcudaLive")) };
+        // SAFETY: a NUL-terminated string.
+        let n = unsafe { count(word.as_ptr()) };
+        assert!(n >= 0, "simcuda does not count {kind}");
+        n
+    }
+
     /// The longest that simcuda may put off an operation.
     pub fn delay_us(&self, max: u32) {
         // SAFETY: simcuda's signature.

@@ -48,3 +48,53 @@ impl Source for BlockSource {
         if self.managed_on.is_some() { SourceKind::Managed } else { SourceKind::Device }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::CuError;
+    use crate::testing::sim;
+
+    const SIZE: usize = 3 << 20;
+
+    #[test]
+    fn blocks_come_and_go_whatever_context_is_current() {
+        let sim = sim();
+        let ctx = sim.context(0);
+        let sources = [device(sim.driver, ctx), managed(sim.driver, ctx, 0)];
+        let other = sim.context(1);
+        for source in &sources {
+            let before = sim.live("allocations");
+            let free_here = sim.driver.mem_info().unwrap().0;
+            let segment = source.acquire(SIZE).unwrap();
+            assert_eq!(sim.driver.mem_info().unwrap().0, free_here, "memory of the current device was taken");
+            assert_eq!(segment.pages().collect::<Vec<_>>(), [(segment.base, SIZE)]);
+            assert_eq!(sim.driver.ctx_current(), Ok(Some(other)), "the caller's context stays");
+            source.release(segment).unwrap();
+            assert_eq!(sim.driver.ctx_current(), Ok(Some(other)));
+            assert_eq!(sim.live("allocations"), before);
+        }
+    }
+
+    #[test]
+    fn refusals_hold_nothing_and_a_refused_prefetch_is_no_refusal() {
+        let sim = sim();
+        let ctx = sim.context(0);
+        let before = sim.live("allocations");
+        for (source, call) in
+            [(device(sim.driver, ctx), "cuMemAlloc"), (managed(sim.driver, ctx, 0), "cuMemAllocManaged")]
+        {
+            sim.fail(&format!("{call}:1"));
+            let refused = source.acquire(SIZE).map(|s| s.base);
+            sim.fail("");
+            assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}");
+            assert_eq!(sim.live("allocations"), before);
+        }
+        let source = managed(sim.driver, ctx, 0);
+        sim.fail("cuMemPrefetchAsync:1:801");
+        let segment = source.acquire(SIZE);
+        sim.fail("");
+        source.release(segment.expect("the prefetch is a hint")).unwrap();
+        assert_eq!(sim.live("allocations"), before);
+    }
+}

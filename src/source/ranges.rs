@@ -33,6 +33,11 @@ impl Ranges {
         }
         self.free.insert(base, size);
     }
+
+    #[cfg(test)]
+    pub fn free_bytes(&self) -> usize {
+        self.free.values().sum()
+    }
 }
 
 #[cfg(test)]
@@ -56,8 +61,7 @@ mod tests {
                 let (base, size) = taken.swap_remove(rng.below(taken.len() as u64) as usize);
                 ranges.give(base, size);
             }
-            let free: usize = ranges.free.values().sum();
-            assert_eq!(free + taken.iter().map(|t| t.1).sum::<usize>(), 1 << 30);
+            assert_eq!(ranges.free_bytes() + taken.iter().map(|t| t.1).sum::<usize>(), 1 << 30);
         }
         taken.into_iter().for_each(|(b, n)| ranges.give(b, n));
         assert_eq!(ranges.free, BTreeMap::from([(1 << 40, 1 << 30)]));

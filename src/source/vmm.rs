@@ -151,3 +151,6 @@ impl Source for VmmSource {
 fn is_final(e: CuError) -> bool {
     matches!(e, CuError::NOT_INITIALIZED | CuError::DEINITIALIZED | CuError::NO_DEVICE) || e.0 >= 700
 }
+
+#[cfg(test)]
+mod tests;
