@@ -13,7 +13,7 @@ CBIN := target/c
 CFLAGS_C := -std=c11 -O2 -g -Wall -Wextra -Werror
 SIM_INC := -Itests/simcuda/include
 RUN_SIM := LD_LIBRARY_PATH=$(CURDIR)/$(SIM):$(CURDIR)/$(RELEASE)
-PROGRAMS := driver_facts cnmem_contract pool_contract stress quickstart caffe_train torch_swap
+PROGRAMS := driver_facts cnmem_contract pool_contract process stress quickstart caffe_train torch_swap
 # A real runtime to compile the demo against: CUDA_HOME, else where nvcc is, on the path or in its usual place.
 CUDA_HOME ?= $(shell n=$$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) && dirname $$(dirname $$(readlink -f $$n)))
 

@@ -74,7 +74,10 @@ pub fn get() -> &'static Config {
     static CONFIG: Lazy<Config> = Lazy::new(|| {
         // SAFETY: getauxval reads a number that the kernel left; AT_SECURE is 0 or 1.
         let secure = unsafe { libc::getauxval(libc::AT_SECURE) } != 0;
-        let (config, warnings) = parse(|name| if secure { None } else { std::env::var(name).ok() });
+        let (config, warnings) = parse(|name| {
+            // Text that is not UTF-8 is a bad value like any other, and is told of as such.
+            std::env::var_os(name).filter(|_| !secure).map(|text| text.to_string_lossy().into_owned())
+        });
         warnings.iter().for_each(|w| crate::log::warn_always(w));
         crate::log::init(config.log);
         config

@@ -175,11 +175,17 @@ fn driver_slow() -> CuResult<&'static Driver> {
 }
 
 fn load() -> CuResult<Driver> {
+    // The logger comes with the settings, and what goes wrong here is what a user asks the log for.
+    crate::config::get();
     const NAME: &CStr = c"libcuda.so.1";
     // SAFETY: a plain dlopen of a NUL-terminated name.
     let lib = unsafe { libc::dlopen(NAME.as_ptr(), libc::RTLD_NOW) };
     if lib.is_null() {
-        log::info!("libcuda.so.1 cannot be loaded");
+        // Every call tries again; one line is enough.
+        static TOLD: AtomicBool = AtomicBool::new(false);
+        if !TOLD.swap(true, Ordering::Relaxed) {
+            log::info!("libcuda.so.1 cannot be loaded");
+        }
         return Err(CuError::NO_DRIVER);
     }
     let f = Functions::resolve(lib).map_err(|name| {

@@ -20,5 +20,7 @@ pub fn init(level: LevelFilter) {
 
 /// One line to standard error, whatever the level: for settings that cannot be taken as they are.
 pub fn warn_always(message: &str) {
-    eprintln!("gpupool: warning: {message}");
+    use std::io::Write;
+    // Not eprintln, which panics where standard error cannot be written: a closed pipe must not cost the program its memory.
+    let _ = writeln!(std::io::stderr(), "gpupool: warning: {message}");
 }

@@ -1,6 +1,8 @@
 //! Every C program of `tests/c` and `c_examples`, on simcuda. `make` builds them.
 
+use std::ffi::OsStr;
 use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -21,6 +23,16 @@ fn program(name: &str, args: &[&str], env: &[(&str, &str)], code: i32) -> String
     let line = format!("C program {settings}{}: {closing}{skipped}\n", [&[name], args].concat().join(" "));
     let _ = std::io::stderr().write_all(line.as_bytes());
     text
+}
+
+/// Runs quickstart as `set` has it: what it wrote to standard error, and its exit code.
+fn quickstart(set: impl FnOnce(&mut Command) -> &mut Command) -> (String, Option<i32>) {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    let libraries = format!("{0}/target/simcuda:{0}/target/release", root.display());
+    let mut c = Command::new("timeout");
+    c.arg("60").arg(root.join("target/c/quickstart")).env("LD_LIBRARY_PATH", libraries);
+    let out = set(&mut c).output().expect("make build makes target/c");
+    (String::from_utf8_lossy(&out.stderr).into_owned(), out.status.code())
 }
 
 /// A program that ends in `N passed, N failed`: it must have checked something.
@@ -101,6 +113,47 @@ fn a_bad_setting_warns_once_and_nothing_else_is_printed() {
     assert!(!quiet.contains("gpupool:"), "{quiet}");
     let text = program("quickstart", &[], &[("GPUPOOL_BIN_STEPS", "many")], 0);
     assert_eq!(text.matches("GPUPOOL_BIN_STEPS=many").count(), 1, "{text}");
+    let (out, _) = quickstart(|c| c.env("GPUPOOL_BIN_STEPS", OsStr::from_bytes(b"\xff")));
+    assert_eq!(out.matches("GPUPOOL_BIN_STEPS=").count(), 1, "not UTF-8: {out}");
+}
+
+/// A machine without a driver: an answer, and one line for who asks.
+#[test]
+fn a_missing_driver_is_told_to_who_asks() {
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR"));
+    // The runtime stands beside the driver: a folder that has it alone.
+    let alone = root.join(format!("target/no-driver-{}", std::process::id()));
+    std::fs::create_dir_all(&alone).unwrap();
+    for name in ["libcudart.so", "libcudart.so.12", "libcudart.so.13"] {
+        let _ = std::os::unix::fs::symlink(root.join("target/simcuda").join(name), alone.join(name));
+    }
+    let libraries = format!("{}:{}/target/release", alone.display(), root.display());
+    let run = |level| {
+        let text = program("process", &["none"], &[("LD_LIBRARY_PATH", &libraries), ("GPUPOOL_LOG", level)], 0);
+        text.matches("libcuda.so.1 cannot be loaded").count()
+    };
+    let told = (run("off"), run("info"));
+    std::fs::remove_dir_all(&alone).unwrap();
+    assert_eq!(told, (0, 1));
+}
+
+#[test]
+fn a_forked_child_gets_answers_and_leaves_the_parent_alone() {
+    program("process", &["fork"], &[], 0);
+    program("process", &["fork"], &[("GPUPOOL_BACKING", "malloc")], 0);
+}
+
+#[test]
+fn a_free_at_exit_calls_no_driver() {
+    assert!(program("process", &["exit"], &[], 0).contains("free at exit: 4"));
+}
+
+/// A bad setting, and nowhere to say so: the program gets its memory all the same.
+#[test]
+fn a_warning_that_cannot_be_written_costs_nothing() {
+    let full = std::fs::File::create("/dev/full").unwrap();
+    let (_, code) = quickstart(|c| c.env("GPUPOOL_BIN_STEPS", "many").stderr(full));
+    assert_eq!(code, Some(0));
 }
 
 #[test]
