@@ -30,6 +30,14 @@ pub const SETTINGS: &[Setting] = &[
     opt("GPUPOOL_INIT_PERCENT", "number, over 0 to 99", "10", "what `cnmemInit` takes of the device for size 0"),
     opt("GPUPOOL_INIT_SHRINK", "number, over 0 under 1", "off", "`cnmemInit` retries a size that cannot be had, each time this much of it"),
     opt("GPUPOOL_BACKING", "`vmm` or `malloc`", "vmm", "memory in pages, or whole `cuMemAlloc` blocks; without VMM it is always the latter"),
+    opt("GPUPOOL_MAX_MEM", "size", "no limit", "this process's share of each device: what would pass it is out of memory"),
+    opt("GPUPOOL_MAX_MEM_PERCENT", "number, over 0 to 100", "no limit", "the same, in percent of the device; the smaller holds"),
+    opt("GPUPOOL_SLACK", "number, 0 to 1000", "25", "percent of the live peak that may lie idle before idle pages are moved to where they are needed"),
+    opt("GPUPOOL_DECAY_MS", "milliseconds, or `off`", "500", "memory that was idle for this long goes back to the driver"),
+    opt("GPUPOOL_INTERPOSE", "`0` or `1`", "1 when preloaded", "whether CUDA's own allocation calls are served"),
+    opt("GPUPOOL_FREE", "`order`, `barrier` or `sync`", "order", "what a cudaFree orders: the memory alone; all later work after it; the host too"),
+    opt("GPUPOOL_PINNED", "size", "256m", "how much freed pinned host memory is kept; 0: none, and its calls go to the driver"),
+    opt("GPUPOOL_REPORT", "`0` or `1`", "0", "a report on standard error at exit"),
     opt("GPUPOOL_LOG", "`off`, `error`, `warn`, `info`, `debug` or `trace`", "off", "messages on standard error"),
 ];
 
@@ -37,6 +45,14 @@ pub const SETTINGS: &[Setting] = &[
 pub enum Backing {
     Vmm,
     Malloc,
+}
+
+/// How memory is ordered that was freed by a call without a stream.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FreeMode {
+    Order,
+    Barrier,
+    Sync,
 }
 
 /// The settings, parsed. Sizes in bytes.
@@ -50,6 +66,15 @@ pub struct Config {
     pub init_percent: f64,
     pub init_shrink: Option<f64>,
     pub backing: Backing,
+    pub max_mem: Option<usize>,
+    pub max_mem_percent: Option<f64>,
+    /// A share of the live peak.
+    pub slack: f64,
+    pub decay_ms: Option<u64>,
+    pub interpose: Option<bool>,
+    pub free: FreeMode,
+    pub pinned: usize,
+    pub report: bool,
     pub log: LevelFilter,
 }
 
@@ -64,6 +89,14 @@ impl Default for Config {
             init_percent: 10.0,
             init_shrink: None,
             backing: Backing::Vmm,
+            max_mem: None,
+            max_mem_percent: None,
+            slack: 0.25,
+            decay_ms: Some(500),
+            interpose: None,
+            free: FreeMode::Order,
+            pinned: 256 << 20,
+            report: false,
             log: LevelFilter::Off,
         }
     }
@@ -123,10 +156,34 @@ fn set(c: &mut Config, name: &str, text: &str) -> Option<()> {
                 _ => return None,
             }
         }
+        "GPUPOOL_MAX_MEM" => c.max_mem = Some(size(text).filter(|&s| s > 0)?),
+        "GPUPOOL_MAX_MEM_PERCENT" => c.max_mem_percent = Some(number().filter(|&v| v > 0.0 && v <= 100.0)?),
+        "GPUPOOL_SLACK" => c.slack = number().filter(|v| (0.0..=1000.0).contains(v))? / 100.0,
+        "GPUPOOL_DECAY_MS" if text.eq_ignore_ascii_case("off") => c.decay_ms = None,
+        "GPUPOOL_DECAY_MS" => c.decay_ms = Some(text.parse::<u32>().ok()?.into()),
+        "GPUPOOL_INTERPOSE" => c.interpose = Some(flag(text)?),
+        "GPUPOOL_FREE" => {
+            c.free = match text {
+                "order" => FreeMode::Order,
+                "barrier" => FreeMode::Barrier,
+                "sync" => FreeMode::Sync,
+                _ => return None,
+            }
+        }
+        "GPUPOOL_PINNED" => c.pinned = size(text)?,
+        "GPUPOOL_REPORT" => c.report = flag(text)?,
         "GPUPOOL_LOG" => c.log = text.parse().ok()?,
         _ => unreachable!("a setting without a parser: {name}"),
     }
     Some(())
+}
+
+fn flag(text: &str) -> Option<bool> {
+    match text {
+        "0" => Some(false),
+        "1" => Some(true),
+        _ => None,
+    }
 }
 
 /// `12g`, `64K`, `512`: bytes.

@@ -394,6 +394,12 @@ impl Driver {
         let record = self.f.ctx_record_event.ok_or(CuError::NOT_SUPPORTED)?;
         call!(record(ctx.0 as Ctx, e.0 as RawEvent))
     }
+    /// All work given to the context from now on, on every stream, waits on the device for what the event covers. 900 during a
+    /// capture, which it breaks.
+    pub fn ctx_wait_event(&self, ctx: Context, e: Event) -> CuResult<()> {
+        let wait = self.f.ctx_wait_event.ok_or(CuError::NOT_SUPPORTED)?;
+        call!(wait(ctx.0 as Ctx, e.0 as RawEvent))
+    }
 
     // ---- pages ----
 

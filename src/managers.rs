@@ -24,7 +24,7 @@ use crate::driver::{Context, CuError, CurrentContext, Driver, RelaxedCapture, St
 use crate::error::Error;
 use crate::pool::fence::Fences;
 use crate::pool::space::{BlockId, GRANULE, OwnerId, Space, round_up};
-use crate::source::{self, Segment, Source};
+use crate::source::{self, Arena, Segment, Source};
 
 /// What `cnmemInit` asks for one device. Sizes in bytes.
 pub struct Request {
@@ -101,7 +101,7 @@ impl Device {
         } else if pages {
             Box::new(source::vmm(driver, ordinal)?)
         } else {
-            Box::new(source::device(driver, ctx))
+            Box::new(source::device(driver, ctx, ordinal))
         };
         let too_much = || Error::OutOfMemory { asked: request.size, detail: None };
         let children = request.streams.iter().try_fold(0usize, |sum, s| sum.checked_add(round_up(s.1)?));
@@ -118,14 +118,14 @@ impl Device {
             size = children;
         }
         // What can be refused comes before the memory is taken: a segment does not go back by itself.
-        let mut space = Space::new();
+        let mut space = Space::new().ok_or_else(too_much)?;
         let mut managers = Vec::new();
         let named = request.streams.iter().map(|s| s.0);
         for stream in std::iter::once(Stream::NULL).chain(named) {
             managers.push(Manager::new(&mut space, driver, ctx, stream)?);
         }
         let segment = loop {
-            match source.acquire(size) {
+            match source.acquire(Arena::Large, size) {
                 Ok(segment) => break segment,
                 Err(CuError::OUT_OF_MEMORY) => {
                     let shrink = config::get().init_shrink.ok_or_else(too_much)?;
@@ -138,7 +138,10 @@ impl Device {
                 Err(e) => return Err(e.into()),
             }
         };
-        space.add_region(segment.base, size, managers[ROOT].ready);
+        if space.add_region(segment.base, size, managers[ROOT].ready, true).is_none() {
+            source.release(segment)?;
+            return Err(too_much());
+        }
         for (child, &(_, bytes)) in managers[1..].iter().zip(&request.streams) {
             if let Some(bytes) = round_up(bytes).filter(|&b| b > 0) {
                 let b = space.alloc(managers[ROOT].ready, bytes).expect("the root holds the sum of its children");
@@ -252,15 +255,24 @@ impl Device {
         if let Some(p) = self.books.lock().grow_into_spare(m, size) {
             return Ok(Some(p));
         }
-        let segment = match self.source.acquire(size) {
+        let segment = match self.source.acquire(Arena::Large, size) {
             Ok(segment) => segment,
             Err(CuError::OUT_OF_MEMORY) => return Ok(None),
             Err(e) => return Err(e.into()),
         };
-        let mut books = self.books.lock();
         let (base, whole) = (segment.base, segment.size);
-        books.segments.push(segment);
-        Ok(Some(books.grow_by(m, size, base, whole)))
+        let mut books = self.books.lock();
+        match books.grow_by(m, size, base, whole) {
+            Some(p) => {
+                books.segments.push(segment);
+                Ok(Some(p))
+            }
+            None => {
+                drop(books);
+                self.source.release(segment)?;
+                Ok(None)
+            }
+        }
     }
 
     /// `InvalidArgument`, and nothing changed, for a pointer that is not a live block's start, a stream without a manager, or
@@ -406,7 +418,7 @@ impl Books {
 
     fn live(&self, m: usize) -> usize {
         let Manager { ready, parked, .. } = self.managers[m];
-        self.space.live_bytes(ready) + self.space.live_bytes(parked)
+        self.space.used_bytes(ready) + self.space.used_bytes(parked)
     }
 
     /// A stream that has another id than the manager knew is a new one under an old handle: neither what was freed on the old
@@ -500,7 +512,7 @@ impl Books {
     fn grow_into_spare(&mut self, m: usize, size: usize) -> Option<u64> {
         let i = self.spare.iter().position(|s| s.1 >= size)?;
         let (base, whole) = self.spare[i];
-        let b = self.space.extend_region(base, size, self.managers[ROOT].ready)?;
+        let b = self.space.extend_region(base, size, self.managers[ROOT].ready, true)?;
         if whole > size {
             self.spare[i] = (base + size as u64, whole - size);
         } else {
@@ -510,13 +522,13 @@ impl Books {
     }
 
     /// `m` takes exactly `size` of a new segment; the rest is spare, so that no manager counts more than was asked.
-    fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> u64 {
+    fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> Option<u64> {
+        let b = self.space.add_region(base, size, self.managers[ROOT].ready, true)?;
         self.regions.push(base);
-        let b = self.space.add_region(base, size, self.managers[ROOT].ready);
         if whole > size {
             self.spare.push((base + size as u64, whole - size));
         }
-        self.space.take(b, self.managers[m].ready, 0)
+        Some(self.space.take(b, self.managers[m].ready, 0))
     }
 }
 

@@ -67,7 +67,7 @@ pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
 
 /// Frees `p` after all work submitted to its context so far, on every stream.
 pub fn free_everywhere(p: DevicePtr) -> Result<(), Error> {
-    in_owning_pool(|pool| pool.free_everywhere(p))
+    in_owning_pool(|pool| pool.free_everyone(p))
 }
 
 /// Marks `p` as used on `s` too, in whichever pool holds it.
@@ -118,9 +118,9 @@ fn make_pool(d: &'static Driver, ctx: Context, id: u64) -> Result<Arc<Pool>, Err
     let source: Arc<dyn Source> = if config.backing == Backing::Vmm && d.vmm_supported(ordinal) {
         Arc::new(source::vmm(d, ordinal)?)
     } else {
-        Arc::new(source::device(d, ctx))
+        Arc::new(source::device(d, ctx, ordinal))
     };
-    let pool = Arc::new(Pool::new(d, ctx, id, source, config));
+    let pool = Arc::new(Pool::new(d, ctx, id, ordinal, source, config)?);
     let stale = {
         let mut pools = POOLS.write();
         match pools.get(&ctx) {

@@ -104,6 +104,36 @@ impl Sim {
         self.driver.memcpy_async(to as u64, from, size, s).unwrap();
     }
 
+    fn call1(&self, name: &str, s: Stream) {
+        // SAFETY: a driver function that takes a stream and nothing else.
+        let f: unsafe extern "C" fn(Raw) -> c_uint = unsafe { std::mem::transmute(self.symbol(name)) };
+        // SAFETY: the stream is live.
+        assert_eq!(unsafe { f(s.0 as Raw) }, 0, "{name}");
+    }
+
+    pub fn wait_for(&self, s: Stream) {
+        self.call1("cuStreamSynchronize", s);
+    }
+
+    /// Relaxed mode.
+    pub fn begin_capture(&self, s: Stream) {
+        // SAFETY: the driver's signature.
+        let begin: unsafe extern "C" fn(Raw, c_uint) -> c_uint =
+            unsafe { std::mem::transmute(self.symbol("cuStreamBeginCapture_v2")) };
+        // SAFETY: the stream is live.
+        assert_eq!(unsafe { begin(s.0 as Raw, 2) }, 0);
+    }
+
+    /// Ends the capture, which must be whole; the graph is dropped.
+    pub fn end_capture(&self, s: Stream) {
+        let mut graph: Raw = std::ptr::null_mut();
+        // SAFETY: the driver's signature.
+        let end: unsafe extern "C" fn(Raw, *mut Raw) -> c_uint =
+            unsafe { std::mem::transmute(self.symbol("cuStreamEndCapture")) };
+        // SAFETY: the stream is live, and the pointer to a live handle.
+        assert_eq!(unsafe { end(s.0 as Raw, &mut graph) }, 0, "the capture was broken");
+    }
+
     /// Holds a stream back until it is opened.
     pub fn gate(&self, s: Stream) -> Gate {
         // Leaked: the stream's worker reads it at a time of its own.

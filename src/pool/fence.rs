@@ -9,6 +9,12 @@
 //! Why it holds: a thread submits work, then frees (reads the epoch). A closer first counts the epoch up and then records.
 //! A stamp at or under the closed epoch was read before the counting up, so its work was submitted before the record.
 //!
+//! # Frees that name no stream
+//! The real cudaFree is a barrier over all streams. Such a free is a closing of its own ([`Fences::mark`]): the epoch is counted up
+//! and the *open event* recorded, anew at every free, so that it covers what was given to the device up to the latest free and
+//! nothing after it. [`Fences::bar`] makes all later work of the context wait for that event, on the device: from then on what was
+//! freed before is *ordered*, and any stream may have it, although it may not be finished.
+//!
 //! Drivers without `cuCtxRecordEvent` (before CUDA 12.5) have no such event: there nothing finishes until somebody waits,
 //! and waiting is `cuCtxSynchronize`.
 
@@ -19,6 +25,9 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use crate::driver::{Context, CuResult, CurrentContext, Driver, Event};
+
+/// Events kept that are not yet seen done.
+const MAX_KEPT: usize = 64;
 
 pub struct Fences {
     driver: &'static Driver,
@@ -31,9 +40,22 @@ pub struct Fences {
     covered: AtomicU64,
     /// Every epoch up to this one is complete on the device.
     finished: AtomicU64,
+    /// Every epoch up to this one is done before any work that the context was given since.
+    barred: AtomicU64,
     pending: Mutex<Events>,
+    open: Mutex<Open>,
     recorded: AtomicU64,
     waited: AtomicU64,
+}
+
+/// The event of the frees that named no stream since the last bar. A leaf lock, held across no driver call.
+#[derive(Default)]
+struct Open {
+    event: Option<Event>,
+    /// Tells one open event from the next.
+    turn: u64,
+    /// The latest epoch that a finished record of the event covers; 0: none yet.
+    covered: u64,
 }
 
 /// Events recorded and not yet seen done, oldest first, and events to record anew. The lock is a leaf: taken last, and held
@@ -65,7 +87,9 @@ impl Fences {
             stamped: AtomicU64::new(0),
             covered: AtomicU64::new(0),
             finished: AtomicU64::new(0),
+            barred: AtomicU64::new(0),
             pending: Mutex::new(Events::default()),
+            open: Mutex::default(),
             recorded: AtomicU64::new(0),
             waited: AtomicU64::new(0),
         }
@@ -89,6 +113,17 @@ impl Fences {
         stamp <= self.finished.load(Ordering::Acquire)
     }
 
+    /// Whether all work that the context is given from now on comes after everything up to `stamp`. No driver call.
+    #[inline]
+    pub fn is_ordered(&self, stamp: u64) -> bool {
+        stamp <= self.barred.load(Ordering::Acquire) || self.is_finished(stamp)
+    }
+
+    /// The latest ordered epoch: grows with every bar, poll or wait that changed something.
+    pub fn ordered(&self) -> u64 {
+        self.barred.load(Ordering::Acquire).max(self.finished())
+    }
+
     /// The latest finished epoch: grows with every poll or wait that saw something end.
     pub fn finished(&self) -> u64 {
         self.finished.load(Ordering::Acquire)
@@ -99,20 +134,118 @@ impl Fences {
         (self.recorded.load(Ordering::Relaxed), self.waited.load(Ordering::Relaxed))
     }
 
+    /// The stamp of a free that names no stream: what was given to the device so far, on every stream, and no more. Where that cannot be
+    /// recorded the stamp waits for the next closing. Must not be called while a stream of the context is being captured.
+    pub fn mark(&self) -> u64 {
+        loop {
+            let stamp = self.epoch.fetch_add(1, Ordering::AcqRel);
+            self.stamped.fetch_max(stamp, Ordering::AcqRel);
+            let (event, turn) = {
+                let open = self.open.lock();
+                (open.event, open.turn)
+            };
+            let Some(event) = event.or_else(|| self.new_open(turn)) else { return stamp };
+            if let Err(e) = self.driver.ctx_record_event(self.ctx, event) {
+                log::debug!("a free could not be recorded: {e:?}");
+                return stamp;
+            }
+            self.recorded.fetch_add(1, Ordering::Relaxed);
+            let mut open = self.open.lock();
+            if open.turn == turn {
+                open.covered = open.covered.max(stamp);
+                return stamp;
+            }
+            // Somebody barred meanwhile, perhaps before this record: it counts for the next event.
+        }
+    }
+
+    #[cold]
+    fn new_open(&self, turn: u64) -> Option<Event> {
+        let event = self.spare_event().inspect_err(|e| log::debug!("no event for a free: {e:?}")).ok()?;
+        let mut open = self.open.lock();
+        if open.turn == turn && open.event.is_none() && !self.pending.lock().dead {
+            open.event = Some(event);
+            return Some(event);
+        }
+        let there = open.event.filter(|_| open.turn == turn);
+        drop(open);
+        self.pending.lock().spare.push(event);
+        // Not this turn's: recorded or not, it counts for nothing and the caller comes back.
+        there.or(Some(event))
+    }
+
+    /// All later work of the context waits, on the device, for every free that was marked so far. False when there was none. Must not
+    /// be called while a stream of the context is being captured.
+    pub fn bar(&self) -> CuResult<bool> {
+        let Some((covered, event)) = self.take_open() else { return Ok(false) };
+        let waits = self.driver.ctx_wait_event(self.ctx, event);
+        if waits.is_ok() {
+            self.barred.fetch_max(covered, Ordering::AcqRel);
+        }
+        // Barred or not, the event tells when those frees are finished.
+        self.push_pending(covered, event);
+        waits.map(|()| true)
+    }
+
+    fn take_open(&self) -> Option<(u64, Event)> {
+        let mut open = self.open.lock();
+        if open.covered == 0 {
+            return None;
+        }
+        let taken = open.event.take().map(|event| (open.covered, event));
+        open.covered = 0;
+        open.turn += 1;
+        taken
+    }
+
+    fn push_pending(&self, epoch: u64, event: Event) {
+        self.covered.fetch_max(epoch, Ordering::AcqRel);
+        let mut events = self.pending.lock();
+        if events.dead {
+            return;
+        }
+        // Two closers may arrive in either order; each event covers its own epoch and all before it.
+        events.pending.push_back((epoch, event));
+        if events.pending.len() > MAX_KEPT {
+            // A later event tells what an earlier one does, only later: every other one will do.
+            let mut keep = false;
+            let all = std::mem::take(&mut events.pending);
+            let last = all.len() - 1;
+            for (i, (epoch, event)) in all.into_iter().enumerate() {
+                keep = !keep;
+                if keep || i == last {
+                    events.pending.push_back((epoch, event));
+                } else {
+                    events.spare.push(event);
+                }
+            }
+        }
+    }
+
+    fn spare_event(&self) -> CuResult<Event> {
+        let spare = self.pending.lock().spare.pop();
+        spare.map_or_else(
+            || {
+                let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
+                self.driver.event_create()
+            },
+            Ok,
+        )
+    }
+
     /// Closes the open epoch: records an event that covers every stamp handed out so far. Does nothing when all are covered,
     /// or where the driver has no such event. Must not be called while a stream of the context is being captured: the driver
     /// answers 900 and the capture is lost.
     pub fn close(&self) -> CuResult<()> {
+        // What was marked is recorded already.
+        if let Some((covered, event)) = self.take_open() {
+            self.push_pending(covered, event);
+        }
         if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire) || !self.driver.has_ctx_fences()
         {
             return Ok(());
         }
-        let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
-        let spare = self.pending.lock().spare.pop();
-        let event = match spare {
-            Some(e) => e,
-            None => self.driver.event_create()?,
-        };
+        let event = self.spare_event()?;
         let closed = self.epoch.fetch_add(1, Ordering::AcqRel);
         if let Err(e) = self.driver.ctx_record_event(self.ctx, event) {
             // The epoch stays uncovered; the next event that is recorded covers it.
@@ -120,12 +253,7 @@ impl Fences {
             return Err(e);
         }
         self.recorded.fetch_add(1, Ordering::Relaxed);
-        self.covered.fetch_max(closed, Ordering::AcqRel);
-        let mut events = self.pending.lock();
-        if !events.dead {
-            // Two closers may arrive in either order; each event covers its own epoch and all before it.
-            events.pending.push_back((closed, event));
-        }
+        self.push_pending(closed, event);
         Ok(())
     }
 
@@ -196,15 +324,19 @@ impl Fences {
         events.dead = true;
         events.pending.clear();
         events.spare.clear();
+        drop(events);
+        let mut open = self.open.lock();
+        *open = Open { turn: open.turn + 1, ..Open::default() };
     }
 
     /// Destroys the events; nothing may be stamped or waited for afterwards. The context must be alive.
     pub fn destroy_events(&self) {
+        let open = self.open.lock().event.take();
         let events = {
             let mut events = self.pending.lock();
             events.dead = true;
             let pending = std::mem::take(&mut events.pending).into_iter().map(|(_, event)| event);
-            pending.chain(std::mem::take(&mut events.spare)).collect::<Vec<_>>()
+            pending.chain(std::mem::take(&mut events.spare)).chain(open).collect::<Vec<_>>()
         };
         for event in events {
             if let Err(e) = self.driver.event_destroy(event) {

@@ -7,10 +7,16 @@
 //! what a stamp means is the caller's business (see `fence.rs`).
 //!
 //! Finding a block is O(1): each owner has a two-level bitmap over size classes (powers of two cut into 16), as TLSF has;
-//! within a class the best of the first [`SCAN`] blocks is taken.
+//! within a class the best of the first [`SCAN`] blocks is taken. Records and the way from an address to its block are the
+//! process's (`table.rs`).
 
-use std::collections::{BTreeMap, HashMap};
-use std::hash::{BuildHasherDefault, Hasher};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
+
+use parking_lot::Mutex;
+
+pub use super::table::BlockId;
+use super::table::{self, Block, NIL, State};
 
 /// The unit of placement, in bytes. CUDA promises 256-byte alignment; CNMeM, CUB and PyTorch place on 512.
 pub const GRANULE: usize = 512;
@@ -21,10 +27,7 @@ const SUB_BITS: u32 = 4;
 const SUB: usize = 1 << SUB_BITS;
 /// Powers of two, in granules: 2^42 granules are 2 PiB, more than any device addresses.
 const TOP: usize = 42;
-const NIL: BlockId = 0;
 
-/// Names a block of one `Space`; reused after the block is merged away.
-pub type BlockId = u32;
 /// Names an owner of one `Space`; reused after `remove_owner`.
 pub type OwnerId = u32;
 
@@ -33,60 +36,21 @@ pub fn round_up(size: usize) -> Option<usize> {
     size.checked_next_multiple_of(GRANULE)
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum State {
-    /// The record is unused.
-    Vacant,
-    /// In its owner's free index.
-    Free,
-    /// In use by the program.
-    Live,
-    /// Freed by the program and kept whole, in a bin or a magazine: neither free space nor live.
-    Cached,
-}
-
-#[derive(Clone, Copy)]
-struct Block {
-    addr: u64,
-    size: usize,
-    /// Neighbours by address within the region.
-    left: BlockId,
-    right: BlockId,
-    /// Neighbours in the free list of the size class.
-    prev: BlockId,
-    next: BlockId,
-    stamp: u64,
-    owner: OwnerId,
-    state: State,
-}
-
-const VACANT: Block =
-    Block { addr: 0, size: 0, left: NIL, right: NIL, prev: NIL, next: NIL, stamp: 0, owner: 0, state: State::Vacant };
-
 /// The free blocks of one owner, by size class.
 struct Owner {
     used: bool,
     top: u64,
     sub: [u16; TOP],
     heads: Box<[[BlockId; SUB]; TOP]>,
+    /// Bytes of its free blocks, and of its blocks in use (live or cached).
     free: usize,
-    live: usize,
-    cached: usize,
+    in_use: usize,
 }
 
 impl Owner {
     fn new() -> Owner {
         let heads = Box::new([[NIL; SUB]; TOP]);
-        Owner { used: true, top: 0, sub: [0; TOP], heads, free: 0, live: 0, cached: 0 }
-    }
-
-    fn bytes(&mut self, state: State) -> &mut usize {
-        match state {
-            State::Free => &mut self.free,
-            State::Live => &mut self.live,
-            State::Cached => &mut self.cached,
-            State::Vacant => unreachable!("a vacant record has no bytes"),
-        }
+        Owner { used: true, top: 0, sub: [0; TOP], heads, free: 0, in_use: 0 }
     }
 
     /// The first class at or after (`top`, `sub`) that holds a block.
@@ -118,45 +82,47 @@ fn class_of(size: usize) -> (usize, usize) {
     (top as usize, sub)
 }
 
-/// Block addresses are multiples of 512 and well spread: one multiplication hashes them.
-#[derive(Default)]
-pub struct AddrHasher(u64);
-
-impl Hasher for AddrHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        for &b in bytes {
-            self.write_u64(u64::from(b));
-        }
-    }
-    fn write_u64(&mut self, n: u64) {
-        self.0 = (self.0 ^ (n >> 9)).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(26);
-    }
+/// A contiguous range of addresses: its bytes, its first and its last block.
+#[derive(Clone, Copy)]
+struct Region {
+    size: usize,
+    first: BlockId,
+    last: BlockId,
 }
 
-type AddrMap = HashMap<u64, BlockId, BuildHasherDefault<AddrHasher>>;
-
 pub struct Space {
-    blocks: Vec<Block>,
+    id: u16,
     vacant: Vec<BlockId>,
     owners: Vec<Owner>,
-    /// Start address of every live or cached block.
-    starts: AddrMap,
-    /// Start address of every region: its size and its first block.
-    regions: BTreeMap<u64, (usize, BlockId)>,
+    /// Bytes of all blocks in use.
+    in_use: usize,
+    /// By start address.
+    regions: BTreeMap<u64, Region>,
+}
+
+/// Ids of spaces that are gone; ids are handed out from 1.
+static SPACES: Mutex<Vec<u16>> = Mutex::new(Vec::new());
+
+// Records are read and written under the lock that the space's owner holds.
+fn k(b: BlockId) -> &'static Block {
+    table::block(b)
 }
 
 impl Space {
-    pub fn new() -> Space {
-        Space {
-            blocks: vec![VACANT],
-            vacant: Vec::new(),
-            owners: Vec::new(),
-            starts: AddrMap::default(),
-            regions: BTreeMap::new(),
+    /// None when the process has no address space for the tables, or far too many spaces.
+    pub fn new() -> Option<Space> {
+        static NEXT: AtomicU16 = AtomicU16::new(1);
+        if !table::available() {
+            return None;
         }
+        let fresh = || NEXT.fetch_update(Relaxed, Relaxed, |n| n.checked_add(1)).ok();
+        let id = SPACES.lock().pop().or_else(fresh)?;
+        Some(Space { id, vacant: Vec::new(), owners: Vec::new(), in_use: 0, regions: BTreeMap::new() })
+    }
+
+    /// What the records of its blocks name as their space.
+    pub fn id(&self) -> u16 {
+        self.id
     }
 
     // ---- owners ----
@@ -182,7 +148,7 @@ impl Space {
 
     pub fn owns_nothing(&self, o: OwnerId) -> bool {
         let o = &self.owners[o as usize];
-        o.free == 0 && o.live == 0 && o.cached == 0
+        o.free == 0 && o.in_use == 0
     }
 
     // ---- the two hot operations ----
@@ -193,96 +159,93 @@ impl Space {
         let size = round_up(size.max(1))?;
         let b = self.find(o, size)?;
         self.unlist(b);
-        if self.blocks[b as usize].size > size {
-            let rest = self.cut(b, size);
+        if self.size(b) > size
+            && let Some(rest) = self.cut(b, size)
+        {
             self.list(rest);
         }
-        let block = &mut self.blocks[b as usize];
-        block.state = State::Live;
-        let addr = block.addr;
-        self.owners[o as usize].live += size;
-        self.starts.insert(addr, b);
+        self.use_block(b, o);
         Some(b)
     }
 
     /// A live or cached block becomes free space of `o`, merged with `o`'s free neighbours. Returns the merged block.
     pub fn free(&mut self, b: BlockId, o: OwnerId, stamp: u64) -> BlockId {
-        let block = &mut self.blocks[b as usize];
-        debug_assert!(matches!(block.state, State::Live | State::Cached));
-        let (addr, size, old, state) = (block.addr, block.size, block.owner, block.state);
-        block.owner = o;
-        block.stamp = stamp;
-        block.state = State::Free;
-        *self.owners[old as usize].bytes(state) -= size;
-        self.starts.remove(&addr);
+        let block = k(b);
+        debug_assert!(matches!(block.state(), State::Live | State::Cached));
+        let old = block.owner.load(Relaxed);
+        self.owners[old as usize].in_use -= self.size(b);
+        self.in_use -= self.size(b);
+        block.set_state(State::Free);
+        block.special.store(0, Relaxed);
+        block.bin.store(0, Relaxed);
+        block.owner.store(o, Relaxed);
+        block.stamp.store(stamp, Relaxed);
+        table::withdraw(self.addr(b));
         self.merge_and_list(b)
     }
 
     /// This very free block, whole, becomes a live block of `o`. Returns its address.
     pub fn take(&mut self, b: BlockId, o: OwnerId, stamp: u64) -> u64 {
         self.unlist(b);
-        let block = &mut self.blocks[b as usize];
-        (block.owner, block.state, block.stamp) = (o, State::Live, stamp);
-        let (addr, size) = (block.addr, block.size);
-        self.owners[o as usize].live += size;
-        self.starts.insert(addr, b);
-        addr
+        k(b).stamp.store(stamp, Relaxed);
+        self.use_block(b, o);
+        self.addr(b)
     }
 
-    // ---- blocks kept whole by a bin or a magazine ----
-
-    /// A live block is kept whole for `o`: no longer live, not yet free space.
-    pub fn cache(&mut self, b: BlockId, o: OwnerId, stamp: u64) {
-        self.restate(b, State::Live, State::Cached, o, stamp);
-    }
-
-    /// A cached block goes to the program again.
-    pub fn uncache(&mut self, b: BlockId, o: OwnerId) {
-        let stamp = self.blocks[b as usize].stamp;
-        self.restate(b, State::Cached, State::Live, o, stamp);
-    }
-
-    fn restate(&mut self, b: BlockId, from: State, to: State, o: OwnerId, stamp: u64) {
-        let block = &mut self.blocks[b as usize];
-        debug_assert_eq!(block.state, from);
-        let (size, old) = (block.size, block.owner);
-        block.state = to;
-        block.owner = o;
-        block.stamp = stamp;
-        *self.owners[old as usize].bytes(from) -= size;
-        *self.owners[o as usize].bytes(to) += size;
+    fn use_block(&mut self, b: BlockId, o: OwnerId) {
+        let block = k(b);
+        block.owner.store(o, Relaxed);
+        block.set_state(State::Live);
+        self.owners[o as usize].in_use += self.size(b);
+        self.in_use += self.size(b);
+        table::publish(self.addr(b), b);
     }
 
     // ---- questions ----
 
-    /// The live block that starts exactly at `addr`.
+    /// The live block of this space that starts exactly at `addr`.
     pub fn lookup(&self, addr: u64) -> Option<BlockId> {
-        let b = *self.starts.get(&addr)?;
-        (self.blocks[b as usize].state == State::Live).then_some(b)
+        let (b, block) = table::find(addr)?;
+        (block.space.load(Relaxed) == self.id && block.state() == State::Live).then_some(b)
+    }
+    /// The block in use that holds `addr`, which may lie inside it.
+    pub fn containing(&self, addr: u64) -> Option<BlockId> {
+        let (&base, region) = self.regions.range(..=addr).next_back()?;
+        if addr >= base + region.size as u64 {
+            return None;
+        }
+        // Large blocks are few; from whichever end is nearer.
+        let mut b = region.first;
+        while b != NIL && self.addr(b) + self.size(b) as u64 <= addr {
+            b = k(b).right.load(Relaxed);
+        }
+        (b != NIL && k(b).state() == State::Live).then_some(b)
     }
     pub fn addr(&self, b: BlockId) -> u64 {
-        self.blocks[b as usize].addr
+        k(b).addr.load(Relaxed)
     }
     pub fn size(&self, b: BlockId) -> usize {
-        self.blocks[b as usize].size
+        k(b).size.load(Relaxed) as usize
     }
     pub fn owner(&self, b: BlockId) -> OwnerId {
-        self.blocks[b as usize].owner
+        k(b).owner.load(Relaxed)
     }
     pub fn stamp(&self, b: BlockId) -> u64 {
-        self.blocks[b as usize].stamp
+        k(b).stamp.load(Relaxed)
     }
     pub fn is_free(&self, b: BlockId) -> bool {
-        self.blocks[b as usize].state == State::Free
+        k(b).state() == State::Free
     }
     pub fn free_bytes(&self, o: OwnerId) -> usize {
         self.owners[o as usize].free
     }
-    pub fn live_bytes(&self, o: OwnerId) -> usize {
-        self.owners[o as usize].live
+    /// Bytes of the owner's blocks in use, live or cached.
+    pub fn used_bytes(&self, o: OwnerId) -> usize {
+        self.owners[o as usize].in_use
     }
-    pub fn cached_bytes(&self, o: OwnerId) -> usize {
-        self.owners[o as usize].cached
+    /// Bytes in use, live or cached, of all owners.
+    pub fn used_total(&self) -> usize {
+        self.in_use
     }
     /// Bytes of the largest free block of `o`; 0 when there is none.
     pub fn largest_free(&self, o: OwnerId) -> usize {
@@ -296,35 +259,41 @@ impl Space {
     }
     /// The free blocks of `o`, by address.
     pub fn free_blocks(&self, o: OwnerId) -> Vec<BlockId> {
-        let owner = &self.owners[o as usize];
-        let mut out: Vec<BlockId> = owner.heads.iter().flatten().flat_map(|&h| self.chain(h)).collect();
+        let mut out = self.free_blocks_from(o, GRANULE);
         out.sort_unstable_by_key(|&b| self.addr(b));
+        out
+    }
+    /// The free blocks of `o` that have at least `size` bytes, in no order.
+    pub fn free_blocks_from(&self, o: OwnerId, size: usize) -> Vec<BlockId> {
+        let owner = &self.owners[o as usize];
+        let (top, sub) = class_of(size);
+        let mut out = Vec::new();
+        let (mut t, mut s) = (top, sub);
+        while let Some((found_t, found_s)) = owner.class_from(t, s) {
+            out.extend(self.chain(owner.heads[found_t][found_s]).filter(|&b| self.size(b) >= size));
+            (t, s) = (found_t, found_s + 1);
+        }
         out
     }
     /// The live blocks of `o`, or of everybody, by address.
     pub fn live_blocks(&self, o: Option<OwnerId>) -> Vec<BlockId> {
-        let mine = |b: &BlockId| {
-            let block = &self.blocks[*b as usize];
-            block.state == State::Live && o.is_none_or(|o| o == block.owner)
-        };
-        let mut out: Vec<BlockId> = self.starts.values().copied().filter(mine).collect();
-        out.sort_unstable_by_key(|&b| self.addr(b));
-        out
+        let mine = |b: &BlockId| k(*b).state() == State::Live && o.is_none_or(|o| o == self.owner(*b));
+        self.regions.values().flat_map(|r| self.row(r.first)).filter(mine).collect()
     }
 
     // ---- moving free space about ----
 
     /// A block changes its owner; a free one merges with its new owner's free neighbours. Returns the block it is then.
     pub fn set_owner(&mut self, b: BlockId, o: OwnerId) -> BlockId {
-        let Block { state, owner: old, size, .. } = self.blocks[b as usize];
-        if state == State::Free {
+        if self.is_free(b) {
             self.unlist(b);
-            self.blocks[b as usize].owner = o;
+            k(b).owner.store(o, Relaxed);
             return self.merge_and_list(b);
         }
-        *self.owners[old as usize].bytes(state) -= size;
-        *self.owners[o as usize].bytes(state) += size;
-        self.blocks[b as usize].owner = o;
+        let (old, size) = (self.owner(b), self.size(b));
+        self.owners[old as usize].in_use -= size;
+        self.owners[o as usize].in_use += size;
+        k(b).owner.store(o, Relaxed);
         b
     }
 
@@ -338,143 +307,149 @@ impl Space {
         self.unlist(b);
         let rest = self.cut(b, size);
         self.list(b);
-        self.list(rest);
-        (b, Some(rest))
+        if let Some(rest) = rest {
+            self.list(rest);
+        }
+        (b, rest)
     }
 
     // ---- regions ----
 
-    /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule.
-    pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId) -> BlockId {
+    /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule; `fine` when blocks under
+    /// 4 KiB may be cut from it. None when the records have run out, or the addresses are beyond the table.
+    pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
         debug_assert!(size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64));
-        let b = self.new_block(Block { addr: base, size, owner: o, state: State::Free, ..VACANT });
-        self.regions.insert(base, (size, b));
-        self.list(b);
-        b
-    }
-
-    /// The region that ends at `base` grows by `size` bytes: one more free block of `o`, not merged with its neighbour until
-    /// either changes. None when no region ends there.
-    pub fn extend_region(&mut self, base: u64, size: usize, o: OwnerId) -> Option<BlockId> {
-        debug_assert!(size > 0 && size.is_multiple_of(GRANULE));
-        let (&start, &(whole, mut last)) = self.regions.range(..base).next_back()?;
-        if start + whole as u64 != base {
-            return None;
-        }
-        let first = last;
-        while self.blocks[last as usize].right != NIL {
-            last = self.blocks[last as usize].right;
-        }
-        let b = self.new_block(Block { addr: base, size, left: last, owner: o, state: State::Free, ..VACANT });
-        self.blocks[last as usize].right = b;
-        self.regions.insert(start, (whole + size, first));
+        let b = self.fresh(base, size, o, fine)?;
+        self.regions.insert(base, Region { size, first: b, last: b });
         self.list(b);
         Some(b)
     }
 
-    /// Forgets the addresses from `base` on, `size` bytes (multiples of the granule), which must lie in one region and be
-    /// wholly free, whoever owns the parts. What is left of the region on either side becomes regions of their own. Err, and
-    /// nothing changed, while a block there is in use.
-    pub fn remove_region(&mut self, base: u64, size: usize) -> Result<(), ()> {
-        let end = base + size as u64;
-        let (&start, &(whole, first)) = self.regions.range(..=base).next_back().ok_or(())?;
-        if end > start + whole as u64 {
-            return Err(());
+    /// As `add_region`, but what touches other regions becomes one region with them, and the new block merges with free neighbours.
+    pub fn join_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+        let b = self.fresh(base, size, o, fine)?;
+        let mut whole = Region { size, first: b, last: b };
+        let mut start = base;
+        if let Some((&before, &r)) = self.regions.range(..base).next_back()
+            && before + r.size as u64 == base
+        {
+            k(r.last).right.store(b, Relaxed);
+            k(b).left.store(r.last, Relaxed);
+            (whole.first, whole.size, start) = (r.first, whole.size + r.size, before);
         }
-        let (mut b, mut inside) = (first, Vec::new());
-        while b != NIL && self.addr(b) < end {
-            if self.addr(b) + self.size(b) as u64 > base {
-                if !self.is_free(b) {
-                    return Err(());
-                }
-                inside.push(b);
-            }
-            b = self.blocks[b as usize].right;
+        if let Some(r) = self.regions.remove(&(base + size as u64)) {
+            k(r.first).left.store(b, Relaxed);
+            k(b).right.store(r.first, Relaxed);
+            (whole.last, whole.size) = (r.last, whole.size + r.size);
         }
-        // The outermost two may reach beyond the range.
-        let (head, tail) = (inside[0], inside[inside.len() - 1]);
-        if self.addr(tail) + self.size(tail) as u64 > end {
-            let size = (end - self.addr(tail)) as usize;
-            self.split(tail, size);
-        }
-        if self.addr(head) < base {
-            let size = (base - self.addr(head)) as usize;
-            let (_, rest) = self.split(head, size);
-            inside[0] = rest.expect("the block reaches into the range");
-        }
-        let left = self.blocks[inside[0] as usize].left;
-        let right = self.blocks[inside[inside.len() - 1] as usize].right;
-        for b in inside {
-            self.unlist(b);
-            self.drop_block(b);
-        }
-        self.regions.remove(&start);
-        if left != NIL {
-            self.blocks[left as usize].right = NIL;
-            self.regions.insert(start, ((base - start) as usize, first));
-        }
-        if right != NIL {
-            self.blocks[right as usize].left = NIL;
-            self.regions.insert(end, ((start + whole as u64 - end) as usize, right));
-        }
-        Ok(())
+        self.regions.insert(start, whole);
+        Some(self.merge_and_list(b))
     }
 
-    /// Forgets a region and every block in it, live ones too.
-    pub fn forget_region(&mut self, base: u64, size: usize) {
-        for b in self.region_blocks(base, size) {
-            let Block { state, owner, size, addr, .. } = self.blocks[b as usize];
-            if state == State::Free {
-                self.unlist(b);
-            } else {
-                *self.owners[owner as usize].bytes(state) -= size;
-                self.starts.remove(&addr);
-            }
-            self.drop_block(b);
+    /// The region that ends at `base` grows by `size` bytes: one more free block of `o`, not merged with its neighbour until
+    /// either changes. None when no region ends there.
+    pub fn extend_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+        debug_assert!(size > 0 && size.is_multiple_of(GRANULE));
+        let (&start, &region) = self.regions.range(..base).next_back()?;
+        if start + region.size as u64 != base {
+            return None;
         }
-        self.regions.remove(&base);
+        let b = self.fresh(base, size, o, fine)?;
+        k(b).left.store(region.last, Relaxed);
+        k(region.last).right.store(b, Relaxed);
+        self.regions.insert(start, Region { size: region.size + size, last: b, ..region });
+        self.list(b);
+        Some(b)
+    }
+
+    /// The free block that ends where the region that holds or ends at `end` ends, of `o`: what an extension there would join.
+    pub fn free_tail(&self, end: u64, o: OwnerId) -> Option<BlockId> {
+        let (&start, region) = self.regions.range(..end).next_back()?;
+        let b = region.last;
+        (start + region.size as u64 == end && self.is_free(b) && self.owner(b) == o).then_some(b)
+    }
+
+    /// Forgets the addresses from `base` on, `size` bytes (multiples of the granule), which lie in the free block `b`. What is left of
+    /// the block stays free, what is left of the region on either side becomes regions of their own. False, and nothing changed,
+    /// when the records have run out.
+    pub fn remove_range(&mut self, b: BlockId, base: u64, size: usize) -> bool {
+        let end = base + size as u64;
+        debug_assert!(self.is_free(b) && self.addr(b) <= base && end <= self.addr(b) + self.size(b) as u64);
+        let mut b = b;
+        if self.addr(b) < base {
+            let head = (base - self.addr(b)) as usize;
+            let (_, Some(rest)) = self.split(b, head) else { return false };
+            b = rest;
+        }
+        if self.size(b) > size && self.split(b, size).1.is_none() {
+            return false;
+        }
+        let (&start, &region) = self.regions.range(..=base).next_back().expect("the block lies in a region");
+        let (left, right) = (k(b).left.load(Relaxed), k(b).right.load(Relaxed));
+        self.unlist(b);
+        self.drop_block(b);
+        self.regions.remove(&start);
+        if left != NIL {
+            k(left).right.store(NIL, Relaxed);
+            self.regions.insert(start, Region { size: (base - start) as usize, first: region.first, last: left });
+        }
+        if right != NIL {
+            k(right).left.store(NIL, Relaxed);
+            let size = (start + region.size as u64 - end) as usize;
+            self.regions.insert(end, Region { size, first: right, last: region.last });
+        }
+        true
+    }
+
+    /// Forgets every region and every block, live ones too.
+    pub fn forget_all(&mut self) {
+        for region in std::mem::take(&mut self.regions).into_values() {
+            for b in self.row(region.first).collect::<Vec<_>>() {
+                if self.is_free(b) {
+                    self.unlist(b);
+                } else {
+                    let (owner, size) = (self.owner(b), self.size(b));
+                    self.owners[owner as usize].in_use -= size;
+                    self.in_use -= size;
+                    table::withdraw(self.addr(b));
+                }
+                self.drop_block(b);
+            }
+        }
     }
 
     /// The free stretches of the region at `base`, by address: start, end and latest stamp of each run of free blocks,
     /// whoever owns them.
     pub fn free_runs(&self, base: u64) -> Vec<(u64, u64, u64)> {
         let mut out: Vec<(u64, u64, u64)> = Vec::new();
-        let mut b = self.regions.get(&base).map_or(NIL, |r| r.1);
-        while b != NIL {
-            let Block { addr, size, stamp, state, right, .. } = self.blocks[b as usize];
-            if state == State::Free {
-                match out.last_mut() {
-                    Some((_, end, latest)) if *end == addr => {
-                        (*end, *latest) = (addr + size as u64, stamp.max(*latest))
-                    }
-                    _ => out.push((addr, addr + size as u64, stamp)),
-                }
+        for b in self.row(self.regions.get(&base).map_or(NIL, |r| r.first)) {
+            if !self.is_free(b) {
+                continue;
             }
-            b = right;
+            let (addr, stamp) = (self.addr(b), self.stamp(b));
+            let end = addr + self.size(b) as u64;
+            match out.last_mut() {
+                Some((_, before, latest)) if *before == addr => (*before, *latest) = (end, stamp.max(*latest)),
+                _ => out.push((addr, end, stamp)),
+            }
         }
         out
     }
 
     /// Bytes of all regions.
     pub fn total(&self) -> usize {
-        self.regions.values().map(|r| r.0).sum()
-    }
-
-    fn region_blocks(&self, base: u64, size: usize) -> Vec<BlockId> {
-        let Some(&(whole, first)) = self.regions.get(&base) else {
-            return Vec::new();
-        };
-        assert_eq!(whole, size, "a region is forgotten as it stands");
-        let mut out = Vec::new();
-        let mut b = first;
-        while b != NIL {
-            out.push(b);
-            b = self.blocks[b as usize].right;
-        }
-        out
+        self.regions.values().map(|r| r.size).sum()
     }
 
     // ---- inside ----
+
+    /// The blocks from `first` on to the end of its region.
+    fn row(&self, first: BlockId) -> impl Iterator<Item = BlockId> + use<> {
+        std::iter::successors((first != NIL).then_some(first), |&b| {
+            let next = k(b).right.load(Relaxed);
+            (next != NIL).then_some(next)
+        })
+    }
 
     /// The best free block of `o` for `size` (a multiple of the granule).
     fn find(&self, o: OwnerId, size: usize) -> Option<BlockId> {
@@ -495,40 +470,41 @@ impl Space {
     }
 
     fn best_of(&self, head: BlockId, size: usize, scan: usize) -> Option<BlockId> {
-        self.chain(head).take(scan).filter(|&b| self.size(b) >= size).min_by_key(|&b| self.size(b))
+        self.chain(head).take(scan).filter(|&b| self.size(b) >= size).min_by_key(|&b| (self.size(b), self.addr(b)))
     }
 
-    fn chain(&self, head: BlockId) -> impl Iterator<Item = BlockId> {
+    /// The free list that begins with `head`.
+    fn chain(&self, head: BlockId) -> impl Iterator<Item = BlockId> + use<> {
         std::iter::successors((head != NIL).then_some(head), |&b| {
-            let next = self.blocks[b as usize].next;
+            let next = k(b).next.load(Relaxed);
             (next != NIL).then_some(next)
         })
     }
 
-    /// Cuts `b` (in no list) to `size`; the rest is a new block, in no list, to its right.
-    fn cut(&mut self, b: BlockId, size: usize) -> BlockId {
-        let Block { addr, size: whole, right, owner, stamp, .. } = self.blocks[b as usize];
-        let rest = self.new_block(Block {
-            addr: addr + size as u64,
-            size: whole - size,
-            left: b,
-            right,
-            owner,
-            stamp,
-            state: State::Free,
-            ..VACANT
-        });
-        self.blocks[b as usize].size = size;
-        self.blocks[b as usize].right = rest;
-        if right != NIL {
-            self.blocks[right as usize].left = rest;
+    /// Cuts `b` (in no list) to `size`; the rest is a new block, in no list, to its right. None, and nothing changed, when the
+    /// records have run out.
+    fn cut(&mut self, b: BlockId, size: usize) -> Option<BlockId> {
+        let (addr, whole, owner) = (self.addr(b), self.size(b), self.owner(b));
+        let rest = self.new_block(addr + size as u64, whole - size, owner)?;
+        let (block, new) = (k(b), k(rest));
+        let right = block.right.load(Relaxed);
+        new.left.store(b, Relaxed);
+        new.right.store(right, Relaxed);
+        new.stamp.store(self.stamp(b), Relaxed);
+        block.size.store(size as u64, Relaxed);
+        block.right.store(rest, Relaxed);
+        if right == NIL {
+            let (_, region) = self.regions.range_mut(..=addr).next_back().expect("the block lies in a region");
+            region.last = rest;
+        } else {
+            k(right).left.store(rest, Relaxed);
         }
-        rest
+        Some(rest)
     }
 
     /// `b` is free and in no list: it takes in its free neighbours of the same owner and is listed.
     fn merge_and_list(&mut self, mut b: BlockId) -> BlockId {
-        let Block { left, right, .. } = self.blocks[b as usize];
+        let (left, right) = (k(b).left.load(Relaxed), k(b).right.load(Relaxed));
         if self.mergeable(b, right) {
             self.unlist(right);
             self.absorb(b, right);
@@ -548,44 +524,48 @@ impl Space {
 
     /// `a` takes in its right neighbour `b`; both are in no list.
     fn absorb(&mut self, a: BlockId, b: BlockId) {
-        let Block { size, right, stamp, .. } = self.blocks[b as usize];
-        let into = &mut self.blocks[a as usize];
-        into.size += size;
-        into.right = right;
-        into.stamp = into.stamp.max(stamp);
-        if right != NIL {
-            self.blocks[right as usize].left = a;
+        let (into, block) = (k(a), k(b));
+        let right = block.right.load(Relaxed);
+        into.size.store((self.size(a) + self.size(b)) as u64, Relaxed);
+        into.right.store(right, Relaxed);
+        into.stamp.store(self.stamp(a).max(self.stamp(b)), Relaxed);
+        if right == NIL {
+            let addr = self.addr(a);
+            let (_, region) = self.regions.range_mut(..=addr).next_back().expect("the block lies in a region");
+            region.last = a;
+        } else {
+            k(right).left.store(a, Relaxed);
         }
         self.drop_block(b);
     }
 
     fn list(&mut self, b: BlockId) {
-        let Block { size, owner, .. } = self.blocks[b as usize];
+        let (size, block) = (self.size(b), k(b));
         let (top, sub) = class_of(size);
-        let o = &mut self.owners[owner as usize];
+        let o = &mut self.owners[block.owner.load(Relaxed) as usize];
         let head = std::mem::replace(&mut o.heads[top][sub], b);
         o.top |= 1 << top;
         o.sub[top] |= 1 << sub;
         o.free += size;
-        let block = &mut self.blocks[b as usize];
-        block.state = State::Free;
-        block.prev = NIL;
-        block.next = head;
+        block.set_state(State::Free);
+        block.prev.store(NIL, Relaxed);
+        block.next.store(head, Relaxed);
         if head != NIL {
-            self.blocks[head as usize].prev = b;
+            k(head).prev.store(b, Relaxed);
         }
     }
 
     fn unlist(&mut self, b: BlockId) {
-        let Block { size, owner, prev, next, .. } = self.blocks[b as usize];
+        let (size, block) = (self.size(b), k(b));
+        let (prev, next) = (block.prev.load(Relaxed), block.next.load(Relaxed));
         let (top, sub) = class_of(size);
-        let o = &mut self.owners[owner as usize];
+        let o = &mut self.owners[block.owner.load(Relaxed) as usize];
         o.free -= size;
         if next != NIL {
-            self.blocks[next as usize].prev = prev;
+            k(next).prev.store(prev, Relaxed);
         }
         if prev != NIL {
-            self.blocks[prev as usize].next = next;
+            k(prev).next.store(next, Relaxed);
             return;
         }
         o.heads[top][sub] = next;
@@ -597,21 +577,35 @@ impl Space {
         }
     }
 
-    fn new_block(&mut self, block: Block) -> BlockId {
-        match self.vacant.pop() {
-            Some(b) => {
-                self.blocks[b as usize] = block;
-                b
-            }
-            None => {
-                self.blocks.push(block);
-                (self.blocks.len() - 1) as BlockId
-            }
+    fn fresh(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+        if !table::covers(base, size) {
+            return None;
         }
+        table::cover(base, size, fine);
+        self.new_block(base, size, o)
+    }
+
+    /// A free block in no list and in no region yet.
+    fn new_block(&mut self, addr: u64, size: usize, owner: OwnerId) -> Option<BlockId> {
+        let b = self.vacant.pop().or_else(table::new_block)?;
+        let block = k(b);
+        block.addr.store(addr, Relaxed);
+        block.size.store(size as u64, Relaxed);
+        block.stamp.store(0, Relaxed);
+        block.owner.store(owner, Relaxed);
+        block.space.store(self.id, Relaxed);
+        block.bin.store(0, Relaxed);
+        block.special.store(0, Relaxed);
+        for link in [&block.left, &block.right, &block.prev, &block.next] {
+            link.store(NIL, Relaxed);
+        }
+        block.set_state(State::Free);
+        Some(b)
     }
 
     fn drop_block(&mut self, b: BlockId) {
-        self.blocks[b as usize] = VACANT;
+        k(b).set_state(State::Vacant);
+        k(b).addr.store(0, Relaxed);
         self.vacant.push(b);
     }
 
@@ -621,50 +615,46 @@ impl Space {
     /// blocks, every byte is counted once. Err says what is wrong.
     #[cfg(test)]
     pub fn check(&self) -> Result<(), String> {
-        let mut seen = vec![(0usize, 0usize, 0usize); self.owners.len()];
-        let (mut count, mut starts, mut end_before) = (0, 0, 0u64);
-        for (&base, &(size, first)) in &self.regions {
+        let mut seen = vec![(0usize, 0usize); self.owners.len()];
+        let mut end_before = 0u64;
+        for (&base, region) in &self.regions {
             if base < end_before {
                 return Err(format!("region {base:#x} overlaps the one before it"));
             }
-            end_before = base + size as u64;
-            let (mut at, mut left, mut b) = (base, NIL, first);
-            while b != NIL {
-                let k = self.blocks[b as usize];
-                if k.addr != at || k.left != left || k.size == 0 || !k.size.is_multiple_of(GRANULE) {
-                    return Err(format!("block {b} at {:#x} (size {}) does not follow {at:#x}", k.addr, k.size));
+            end_before = base + region.size as u64;
+            let (mut at, mut left) = (base, NIL);
+            for b in self.row(region.first) {
+                let (addr, size) = (self.addr(b), self.size(b));
+                if addr != at || k(b).left.load(Relaxed) != left || size == 0 || !size.is_multiple_of(GRANULE) {
+                    return Err(format!("block {b} at {addr:#x} (size {size}) does not follow {at:#x}"));
                 }
-                let sums = &mut seen[k.owner as usize];
-                match k.state {
-                    State::Free => sums.0 += k.size,
-                    State::Live => sums.1 += k.size,
-                    State::Cached => sums.2 += k.size,
+                let sums = &mut seen[self.owner(b) as usize];
+                match k(b).state() {
+                    State::Free => sums.0 += size,
+                    State::Live | State::Cached => sums.1 += size,
                     State::Vacant => return Err(format!("block {b} is vacant but linked")),
                 }
-                if k.state != State::Free {
-                    starts += 1;
-                    if self.starts.get(&k.addr) != Some(&b) {
-                        return Err(format!("block {b} at {:#x} cannot be found by address", k.addr));
-                    }
+                let found = table::find(addr).map(|f| f.0);
+                if found != (!self.is_free(b)).then_some(b) || k(b).space.load(Relaxed) != self.id {
+                    return Err(format!("block {b} at {addr:#x} is found by address as {found:?}"));
                 }
-                count += 1;
-                at += k.size as u64;
+                at += size as u64;
                 left = b;
-                b = k.right;
             }
-            if at != base + size as u64 {
-                return Err(format!("region {base:#x}: blocks end at {at:#x}"));
+            if at != end_before || left != region.last {
+                return Err(format!("region {base:#x}: blocks end at {at:#x}, the last is {left}"));
             }
-        }
-        if starts != self.starts.len() || count != self.blocks.len() - 1 - self.vacant.len() {
-            return Err(format!("{count} blocks linked, {starts} in use; the tables say otherwise"));
         }
         for (i, o) in self.owners.iter().enumerate() {
             let sums = seen[i];
-            if (o.free, o.live, o.cached) != sums || (!o.used && sums != (0, 0, 0)) {
-                return Err(format!("owner {i} counts {:?}, its blocks sum to {sums:?}", (o.free, o.live, o.cached)));
+            if (o.free, o.in_use) != sums || (!o.used && sums != (0, 0)) {
+                return Err(format!("owner {i} counts {:?}, its blocks sum to {sums:?}", (o.free, o.in_use)));
             }
             self.check_lists(i as OwnerId, o)?;
+        }
+        let sum: usize = self.owners.iter().map(|o| o.in_use).sum();
+        if sum != self.in_use {
+            return Err(format!("{} bytes in use, the owners have {sum}", self.in_use));
         }
         Ok(())
     }
@@ -678,11 +668,10 @@ impl Space {
                     return Err(format!("owner {i}: bitmap and list disagree in class {top}.{sub}"));
                 }
                 for b in self.chain(head) {
-                    let k = &self.blocks[b as usize];
-                    if k.state != State::Free || k.owner != i || class_of(k.size) != (top, sub) {
+                    if !self.is_free(b) || self.owner(b) != i || class_of(self.size(b)) != (top, sub) {
                         return Err(format!("owner {i}: block {b} is listed in class {top}.{sub} wrongly"));
                     }
-                    listed += k.size;
+                    listed += self.size(b);
                 }
             }
             if (o.sub[top] != 0) != (o.top & (1 << top) != 0) {
@@ -693,6 +682,14 @@ impl Space {
             return Err(format!("owner {i}: {listed} bytes listed, {} counted free", o.free));
         }
         Ok(())
+    }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        self.forget_all();
+        table::give_back(&mut self.vacant);
+        SPACES.lock().push(self.id);
     }
 }
 

@@ -14,7 +14,7 @@ fn pool(sim: &Sim, ordinal: i32) -> Arc<Pool> {
     let ctx = sim.context(ordinal);
     let d = sim.driver;
     let source = Arc::new(crate::source::vmm(d, ordinal).expect("simcuda has VMM"));
-    Arc::new(Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), source, &config()))
+    Arc::new(Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), ordinal, source, &config()).unwrap())
 }
 
 /// Everything goes back: what the test left is a leak.
@@ -179,6 +179,124 @@ fn idle_memory_is_given_back_before_an_allocation_fails() {
     assert!(matches!(e, Error::OutOfMemory { detail: Some(_), .. }), "{e:?}");
     pool.free(p, b).unwrap();
     pool.trim(0).unwrap();
+    empty(&pool);
+}
+
+#[test]
+fn a_free_without_a_stream_is_a_barrier_on_the_device_and_not_on_the_host() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let (a, b) = (sim.stream(), sim.stream());
+    let seen = sim.pinned(64);
+    let p = pool.malloc_everyone(40 * MIB).unwrap();
+    let gate = sim.gate(a);
+    sim.memset(p, 1, 64, a);
+    pool.free_everyone(p).unwrap();
+    // It comes back at once, while A's work on it is held up; B's work on it comes after A's.
+    let q = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_eq!((p, pool.stats().waits), (q, 0));
+    sim.memset(q, 2, 64, b);
+    sim.copy_to_host(seen, q, 64, b);
+    gate.open();
+    sim.driver.ctx_synchronize().unwrap();
+    // SAFETY: 64 bytes that nothing writes any more.
+    assert_eq!(unsafe { std::slice::from_raw_parts(seen, 64) }, [2; 64]);
+    pool.free_everyone(q).unwrap();
+    empty(&pool);
+}
+
+#[test]
+fn a_barrier_holds_back_nothing_that_the_free_did_not_see() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let (a, b) = (sim.stream(), sim.stream());
+    let p = pool.malloc_everyone(40 * MIB).unwrap();
+    pool.free_everyone(p).unwrap();
+    // A waits for what B is given later: the real cudaFree, which came before, would not have waited for A.
+    let gate = sim.gate(a);
+    let q = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_eq!(p, q);
+    let seen = sim.pinned(1);
+    sim.memset(q, 3, 1, b);
+    sim.copy_to_host(seen, q, 1, b);
+    sim.wait_for(b);
+    // SAFETY: one byte that nothing writes any more.
+    assert_eq!(unsafe { *seen }, 3);
+    gate.open();
+    pool.free_everyone(q).unwrap();
+    empty(&pool);
+}
+
+#[test]
+fn memory_that_leaves_the_streams_is_finished_first() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    pool.finished_only("a test asks for it");
+    let a = sim.stream();
+    let p = pool.malloc_everyone(40 * MIB).unwrap();
+    let gate = sim.gate(a);
+    sim.memset(p, 1, 64, a);
+    pool.free_everyone(p).unwrap();
+    let q = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_ne!(p, q, "ordered is not enough");
+    gate.open();
+    sim.driver.ctx_synchronize().unwrap();
+    let r = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_eq!(p, r, "finished");
+    [q, r].into_iter().for_each(|p| pool.free_everyone(p).unwrap());
+    empty(&pool);
+}
+
+#[test]
+fn frees_during_a_capture_wait_for_its_end() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let p = pool.malloc_everyone(40 * MIB).unwrap();
+    let events = pool.stats().fences;
+    pool.capture_changed(true);
+    pool.free_everyone(p).unwrap();
+    let q = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_ne!(p, q);
+    assert_eq!(pool.stats().fences, events, "an event would break the capture");
+    pool.capture_changed(false);
+    let r = pool.malloc_everyone(40 * MIB).unwrap();
+    assert_eq!(p, r);
+    [q, r].into_iter().for_each(|p| pool.free_everyone(p).unwrap());
+    empty(&pool);
+}
+
+/// What is freed inside a capture stays with the graph, and is not looked for elsewhere: a fence would break another capture.
+#[test]
+fn memory_of_a_capture_is_nobodys() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let (a, b) = (sim.stream(), sim.stream());
+    sim.begin_capture(a);
+    let p = pool.malloc(40 * MIB, a).unwrap();
+    pool.free(p, a).unwrap();
+    assert_eq!(pool.malloc(40 * MIB, a).unwrap(), p, "the capture's own order");
+    pool.free(p, a).unwrap();
+    let q = pool.malloc(40 * MIB, b).unwrap();
+    assert_ne!(p, q);
+    sim.end_capture(a);
+    assert_eq!(pool.stats().fences, 0);
+    pool.free(q, b).unwrap();
+    pool.check().unwrap();
+}
+
+#[test]
+fn idle_memory_decays() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let p = pool.malloc_everyone(400 * MIB).unwrap();
+    let small = pool.malloc_everyone(10 * MIB).unwrap();
+    pool.free_everyone(p).unwrap();
+    assert_eq!(pool.decay().unwrap(), 0, "it was in use a moment ago");
+    pool.decay().unwrap();
+    pool.decay().unwrap();
+    assert!(pool.stats().held < 100 * MIB as u64, "{:?}", pool.stats());
+    pool.check().unwrap();
+    pool.free_everyone(small).unwrap();
     empty(&pool);
 }
 

@@ -1,51 +1,71 @@
 //! Segments that are one block of the driver's own allocator each: `cuMemAlloc` where VMM is missing or not wanted, and
 //! managed memory.
 
-use crate::driver::{Context, CuResult, CurrentContext, Driver, PageHandle, Stream};
+use crate::driver::{Context, CuResult, CurrentContext, DevicePtr, Driver, PageHandle, Stream};
 
-use super::{Segment, Source, SourceKind};
+use super::budget::{self, Budget};
+use super::{Arena, Segment, Source, SourceKind};
 
 pub struct BlockSource {
     driver: &'static Driver,
     ctx: Context,
-    /// Managed memory moves to this device; None is `cuMemAlloc`.
-    managed_on: Option<i32>,
+    ordinal: i32,
+    /// Managed memory, moved to the device; else `cuMemAlloc`.
+    managed: bool,
 }
 
-/// `cuMemAlloc` in `ctx`.
-pub fn device(driver: &'static Driver, ctx: Context) -> BlockSource {
-    BlockSource { driver, ctx, managed_on: None }
+/// `cuMemAlloc` in `ctx`, a context of device `ordinal`.
+pub fn device(driver: &'static Driver, ctx: Context, ordinal: i32) -> BlockSource {
+    BlockSource { driver, ctx, ordinal, managed: false }
 }
 
 /// Managed memory, prefetched to device `ordinal`, whose context is `ctx`.
 pub fn managed(driver: &'static Driver, ctx: Context, ordinal: i32) -> BlockSource {
-    BlockSource { driver, ctx, managed_on: Some(ordinal) }
+    BlockSource { driver, ctx, ordinal, managed: true }
+}
+
+impl BlockSource {
+    fn budget(&self) -> CuResult<&'static Budget> {
+        budget::of(self.driver, self.ordinal)
+    }
+
+    fn allocate(&self, size: usize) -> CuResult<DevicePtr> {
+        let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
+        if !self.managed {
+            return self.driver.mem_alloc(size);
+        }
+        let base = self.driver.mem_alloc_managed(size)?;
+        // A hint: devices without it fault the pages in.
+        if let Err(e) = self.driver.mem_prefetch(base, size, self.ordinal, Stream::LEGACY) {
+            log::debug!("managed memory was not prefetched: {e:?}");
+        }
+        Ok(base)
+    }
 }
 
 impl Source for BlockSource {
-    fn acquire(&self, size: usize) -> CuResult<Segment> {
-        let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
-        let base = match self.managed_on {
-            None => self.driver.mem_alloc(size)?,
-            Some(ordinal) => {
-                let base = self.driver.mem_alloc_managed(size)?;
-                // A hint: devices without it fault the pages in.
-                if let Err(e) = self.driver.mem_prefetch(base, size, ordinal, Stream::LEGACY) {
-                    log::debug!("managed memory was not prefetched: {e:?}");
-                }
-                base
-            }
-        };
+    fn acquire(&self, _arena: Arena, size: usize) -> CuResult<Segment> {
+        let budget = self.budget()?;
+        budget.take(size)?;
+        let base = self.allocate(size).inspect_err(|_| budget.give(size))?;
         Ok(Segment { base, size, parts: vec![(PageHandle(0), size)] })
     }
 
     fn release(&self, segment: Segment) -> CuResult<()> {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
-        self.driver.mem_free(segment.base)
+        self.driver.mem_free(segment.base)?;
+        self.budget()?.give(segment.size);
+        Ok(())
+    }
+
+    fn forget(&self, segment: Segment) {
+        if let Ok(budget) = self.budget() {
+            budget.give(segment.size);
+        }
     }
 
     fn kind(&self) -> SourceKind {
-        if self.managed_on.is_some() { SourceKind::Managed } else { SourceKind::Device }
+        if self.managed { SourceKind::Managed } else { SourceKind::Device }
     }
 }
 
@@ -61,12 +81,12 @@ mod tests {
     fn blocks_come_and_go_whatever_context_is_current() {
         let sim = sim();
         let ctx = sim.context(0);
-        let sources = [device(sim.driver, ctx), managed(sim.driver, ctx, 0)];
+        let sources = [device(sim.driver, ctx, 0), managed(sim.driver, ctx, 0)];
         let other = sim.context(1);
         for source in &sources {
             let before = sim.live("allocations");
             let free_here = sim.driver.mem_info().unwrap().0;
-            let segment = source.acquire(SIZE).unwrap();
+            let segment = source.acquire(Arena::Large, SIZE).unwrap();
             assert_eq!(sim.driver.mem_info().unwrap().0, free_here, "memory of the current device was taken");
             assert_eq!(segment.pages().collect::<Vec<_>>(), [(segment.base, SIZE)]);
             assert_eq!(sim.driver.ctx_current(), Ok(Some(other)), "the caller's context stays");
@@ -82,17 +102,17 @@ mod tests {
         let ctx = sim.context(0);
         let before = sim.live("allocations");
         for (source, call) in
-            [(device(sim.driver, ctx), "cuMemAlloc"), (managed(sim.driver, ctx, 0), "cuMemAllocManaged")]
+            [(device(sim.driver, ctx, 0), "cuMemAlloc"), (managed(sim.driver, ctx, 0), "cuMemAllocManaged")]
         {
             sim.fail(&format!("{call}:1"));
-            let refused = source.acquire(SIZE).map(|s| s.base);
+            let refused = source.acquire(Arena::Large, SIZE).map(|s| s.base);
             sim.fail("");
             assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}");
             assert_eq!(sim.live("allocations"), before);
         }
         let source = managed(sim.driver, ctx, 0);
         sim.fail("cuMemPrefetchAsync:1:801");
-        let segment = source.acquire(SIZE);
+        let segment = source.acquire(Arena::Large, SIZE);
         sim.fail("");
         source.release(segment.expect("the prefetch is a hint")).unwrap();
         assert_eq!(sim.live("allocations"), before);

@@ -8,6 +8,7 @@
 //! | `managed` | one `cuMemAllocManaged` block a segment, prefetched | whole segments |
 
 mod blocks;
+pub mod budget;
 mod ranges;
 mod vmm;
 
@@ -21,6 +22,15 @@ pub enum SourceKind {
     Vmm,
     Device,
     Managed,
+}
+
+/// Blocks of different sizes live apart, so that small ones do not pin the pages of large ones, and so that the table over their
+/// addresses stays small: blocks under 4 KiB, under the largest bin, and above.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Arena {
+    Tiny = 0,
+    Small = 1,
+    Large = 2,
 }
 
 /// One contiguous, usable range of device addresses.
@@ -44,29 +54,38 @@ impl Segment {
         })
     }
 
-    /// Cuts the segment between pages into runs of equal flags, one flag a page.
-    pub fn split(self, flags: &[bool]) -> Vec<(bool, Segment)> {
-        assert_eq!(flags.len(), self.parts.len(), "one flag a page");
-        let mut out: Vec<(bool, Segment)> = Vec::new();
+    /// The segment page by page.
+    pub fn into_pages(self) -> impl Iterator<Item = Segment> {
         let mut at = self.base;
-        for (part, &flag) in self.parts.into_iter().zip(flags) {
-            match out.last_mut() {
-                Some((same, run)) if *same == flag => {
-                    run.size += part.1;
-                    run.parts.push(part);
-                }
-                _ => out.push((flag, Segment { base: at, size: part.1, parts: vec![part] })),
-            }
+        self.parts.into_iter().map(move |part| {
+            let page = Segment { base: at, size: part.1, parts: vec![part] };
             at += part.1 as u64;
-        }
-        out
+            page
+        })
+    }
+
+    /// The handle of every page, 0 where the driver has none, and its bytes.
+    pub fn handles(&self) -> &[(PageHandle, usize)] {
+        &self.parts
     }
 }
 
 pub trait Source: Send + Sync {
     /// A contiguous range of `size` bytes or a little more, 512-byte aligned or better. On failure nothing is held.
-    fn acquire(&self, size: usize) -> CuResult<Segment>;
-    /// Gives a segment back, or what is left of one. All work that used it must be complete, unless the driver waits.
+    fn acquire(&self, arena: Arena, size: usize) -> CuResult<Segment>;
+    /// As `acquire`, at exactly `base`; None when those addresses are taken, or cannot be chosen.
+    fn acquire_at(&self, _base: DevicePtr, _size: usize) -> CuResult<Option<Segment>> {
+        Ok(None)
+    }
+    /// The memory of `pages`, whose work must be complete, moves to a new contiguous range, with new pages up to `size` bytes. On
+    /// failure the pages are gone, and nothing is held.
+    fn gather(&self, arena: Arena, pages: Vec<Segment>, size: usize) -> CuResult<Segment> {
+        pages.into_iter().try_for_each(|page| self.release(page))?;
+        self.acquire(arena, size)
+    }
+    /// Gives a segment back, or a page of one. All work that used it must be complete, unless the driver waits.
     fn release(&self, segment: Segment) -> CuResult<()>;
+    /// The memory went with its context: it only no longer counts.
+    fn forget(&self, _segment: Segment) {}
     fn kind(&self) -> SourceKind;
 }

@@ -21,6 +21,23 @@ impl Ranges {
         Some(base)
     }
 
+    /// Exactly the range from `base` on; false when part of it is taken.
+    pub fn take_at(&mut self, base: u64, size: usize) -> bool {
+        let Some((&start, &whole)) = self.free.range(..=base).next_back() else { return false };
+        let (end, free_end) = (base + size as u64, start + whole as u64);
+        if end > free_end {
+            return false;
+        }
+        self.free.remove(&start);
+        if start < base {
+            self.free.insert(start, (base - start) as usize);
+        }
+        if end < free_end {
+            self.free.insert(end, (free_end - end) as usize);
+        }
+        true
+    }
+
     pub fn give(&mut self, mut base: u64, mut size: usize) {
         if let Some((&before, &n)) = self.free.range(..base).next_back()
             && before + n as u64 == base
@@ -53,7 +70,13 @@ mod tests {
         for _ in 0..20_000 {
             if taken.len() < 50 && rng.below(2) == 0 {
                 let size = (1 + rng.below(16) as usize) << 21;
-                if let Some(base) = ranges.take(size) {
+                // Now and then at a place of the caller's choice, which may be taken.
+                let at = (1 << 40) + ((rng.below(512)) << 21);
+                let base = match rng.below(3) {
+                    0 => ranges.take_at(at, size).then_some(at),
+                    _ => ranges.take(size),
+                };
+                if let Some(base) = base {
                     assert!(taken.iter().all(|&(b, n)| base + size as u64 <= b || b + n as u64 <= base), "overlap");
                     taken.push((base, size));
                 }

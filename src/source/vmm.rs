@@ -8,8 +8,9 @@ use std::collections::HashMap;
 use once_cell::sync::Lazy;
 use parking_lot::Mutex;
 
+use super::budget::{self, Budget};
 use super::ranges::Ranges;
-use super::{Segment, Source, SourceKind};
+use super::{Arena, Segment, Source, SourceKind};
 use crate::driver::{CuError, CuResult, DevicePtr, Driver, PageHandle};
 
 /// A page is at most this large, so that a live block holds no more than this back (contract 6 of the design).
@@ -20,8 +21,10 @@ const RESERVE_MIN: usize = 1 << 30;
 /// Requests from here on ask what is free first (4 us).
 const LARGE: usize = 256 << 20;
 
+/// The addresses of one device, a third for each arena: blocks of one kind stay neighbours.
+type Ground = [(DevicePtr, Mutex<Ranges>); 3];
 /// The reservations, made once a device and kept for the process: addresses cost nothing.
-static RESERVED: Lazy<Mutex<HashMap<i32, &'static Mutex<Ranges>>>> = Lazy::new(Default::default);
+static RESERVED: Lazy<Mutex<HashMap<i32, &'static Ground>>> = Lazy::new(Default::default);
 
 pub struct VmmSource {
     driver: &'static Driver,
@@ -33,30 +36,36 @@ pub struct VmmSource {
     /// Who may reach the memory: the device itself, then its peers. `cudaDeviceEnablePeerAccess` opens only `cuMemAlloc`'s
     /// memory, so pages are open to every device that could be a peer, enabled before or after.
     readers: Vec<i32>,
-    ranges: &'static Mutex<Ranges>,
+    ground: &'static Ground,
+    budget: &'static Budget,
 }
 
 /// Pages of device `ordinal`, one of whose contexts must be current.
 pub fn vmm(driver: &'static Driver, ordinal: i32) -> CuResult<VmmSource> {
     let granularity = driver.vmm_granularity(ordinal)?;
     let total = driver.device_total(ordinal)?;
-    let page_max = (total / 64).clamp(granularity, PAGE_MAX) / granularity * granularity;
+    let budget = budget::of(driver, ordinal)?;
+    let share = budget.limit().unwrap_or(total).min(total);
+    let page_max = (share / 64).clamp(granularity, PAGE_MAX) / granularity * granularity;
     let known = RESERVED.lock().get(&ordinal).copied();
-    let ranges = match known {
-        Some(ranges) => ranges,
+    let ground = match known {
+        Some(ground) => ground,
         None => {
             let (base, size) = reserve(driver, total)?;
             log::debug!("device {ordinal}: {} GiB of addresses at {base:#x}", size >> 30);
             let mut reserved = RESERVED.lock();
             // Should another thread have been faster, this reservation stays unused.
-            let mine = || &*Box::leak(Box::new(Mutex::new(Ranges::new(base, size))));
+            let third = size / 3 / PAGE_MAX * PAGE_MAX;
+            let part =
+                |i: usize| (base + (i * third) as u64, Mutex::new(Ranges::new(base + (i * third) as u64, third)));
+            let mine = || &*Box::leak(Box::new([part(0), part(1), part(2)]));
             *reserved.entry(ordinal).or_insert_with(mine)
         }
     };
     let peers = (0..driver.device_count()?)
         .filter(|&peer| peer != ordinal && driver.can_access_peer(peer, ordinal).unwrap_or(false));
     let readers = std::iter::once(ordinal).chain(peers).collect();
-    Ok(VmmSource { driver, ordinal, granularity, page_max, total, readers, ranges })
+    Ok(VmmSource { driver, ordinal, granularity, page_max, total, readers, ground, budget })
 }
 
 fn reserve(driver: &Driver, total: usize) -> CuResult<(DevicePtr, usize)> {
@@ -71,19 +80,50 @@ fn reserve(driver: &Driver, total: usize) -> CuResult<(DevicePtr, usize)> {
 }
 
 impl VmmSource {
-    /// Creates and maps pages for `size` bytes at `base`, telling of each in `parts`.
-    fn populate(&self, base: DevicePtr, size: usize, parts: &mut Vec<(PageHandle, usize)>) -> CuResult<()> {
-        let mut done = 0;
-        while done < size {
-            let page = self.page_max.min(size - done);
-            let handle = self.driver.page_create(self.ordinal, page)?;
-            if let Err(e) = self.driver.page_map(base + done as u64, page, handle) {
-                let _ = self.driver.page_release(handle);
-                return Err(e);
-            }
-            parts.push((handle, page));
-            done += page;
+    /// The arena's free addresses that `base` belongs to.
+    fn ranges_of(&self, base: DevicePtr) -> &Mutex<Ranges> {
+        let at = self.ground.iter().rposition(|(start, _)| *start <= base).unwrap_or(0);
+        &self.ground[at].1
+    }
+
+    /// Creates page handles for `size` bytes, adding each to `parts`.
+    fn create(&self, mut size: usize, parts: &mut Vec<(PageHandle, usize)>) -> CuResult<()> {
+        while size > 0 {
+            let page = self.page_max.min(size);
+            parts.push((self.driver.page_create(self.ordinal, page)?, page));
+            size -= page;
         }
+        Ok(())
+    }
+
+    /// Maps `parts` side by side at `base` and opens them. On failure nothing stays mapped; the handles stay the caller's.
+    fn map(&self, base: DevicePtr, parts: &[(PageHandle, usize)]) -> CuResult<()> {
+        let mut at = base;
+        let mut mapped = Ok(());
+        for &(handle, size) in parts {
+            mapped = self.driver.page_map(at, size, handle);
+            if mapped.is_err() {
+                break;
+            }
+            at += size as u64;
+        }
+        let opened = mapped.and_then(|()| self.open(base, (at - base) as usize));
+        if opened.is_err() {
+            let mut end = base;
+            for &(_, size) in parts {
+                if end == at {
+                    break;
+                }
+                if let Err(e) = self.driver.page_unmap(end, size) {
+                    log::warn!("a page of a failed allocation could not be unmapped: {e:?}");
+                }
+                end += size as u64;
+            }
+        }
+        opened
+    }
+
+    fn open(&self, base: DevicePtr, size: usize) -> CuResult<()> {
         match self.driver.page_access(base, size, &self.readers) {
             // A peer may refuse; the device's own memory must not fail for that.
             Err(e) if self.readers.len() > 1 && e != CuError::OUT_OF_MEMORY => {
@@ -94,43 +134,21 @@ impl VmmSource {
         }
     }
 
-    /// Unmaps and releases pages; goes on after an error and tells of the first. Pages that cannot be unmapped keep their
-    /// addresses, so that nothing is ever mapped over them.
-    fn dismantle(&self, base: DevicePtr, parts: Vec<(PageHandle, usize)>) -> CuResult<()> {
-        let mut first = Ok(());
-        let mut at = base;
-        for (handle, size) in parts {
-            let unmapped = self.driver.page_unmap(at, size);
-            if unmapped.is_ok() {
-                self.ranges.lock().give(at, size);
-            }
-            first = first.and(unmapped).and(self.driver.page_release(handle));
-            at += size as u64;
-        }
-        first
-    }
-}
-
-impl Source for VmmSource {
-    fn acquire(&self, size: usize) -> CuResult<Segment> {
-        let size = size.checked_next_multiple_of(self.granularity).ok_or(CuError::OUT_OF_MEMORY)?;
-        // Said before thousands of pages are made and given back: more than there is.
-        let free = if size >= LARGE { self.driver.mem_info().map_or(self.total, |(free, _)| free) } else { self.total };
-        if size > free {
-            return Err(CuError::OUT_OF_MEMORY);
-        }
-        let base = self.ranges.lock().take(size).ok_or(CuError::OUT_OF_MEMORY)?;
-        let mut parts = Vec::with_capacity(size.div_ceil(self.page_max).min(1 << 12));
-        match self.populate(base, size, &mut parts) {
+    /// A segment at `base`, whose addresses were taken, out of `parts` and new pages up to `size` bytes. On failure all of it goes
+    /// back.
+    fn build(&self, base: DevicePtr, size: usize, mut parts: Vec<(PageHandle, usize)>) -> CuResult<Segment> {
+        let there: usize = parts.iter().map(|p| p.1).sum();
+        let built = self.create(size - there, &mut parts).and_then(|()| self.map(base, &parts));
+        match built {
             Ok(()) => Ok(Segment { base, size, parts }),
             Err(e) => {
-                let mapped: usize = parts.iter().map(|p| p.1).sum();
-                if let Err(e) = self.dismantle(base, parts) {
-                    log::warn!("pages of a failed allocation could not be given back: {e:?}");
+                for &(handle, _) in &parts {
+                    if let Err(e) = self.driver.page_release(handle) {
+                        log::warn!("a page of a failed allocation could not be given back: {e:?}");
+                    }
                 }
-                if mapped < size {
-                    self.ranges.lock().give(base + mapped as u64, size - mapped);
-                }
+                self.budget.give(size);
+                self.ranges_of(base).lock().give(base, size);
                 // Whatever step refused, there is no memory to be had now.
                 log::debug!("{size} bytes of pages could not be had: {e:?}");
                 Err(if is_final(e) { e } else { CuError::OUT_OF_MEMORY })
@@ -138,8 +156,95 @@ impl Source for VmmSource {
         }
     }
 
+    fn rounded(&self, size: usize) -> CuResult<usize> {
+        size.checked_next_multiple_of(self.granularity).ok_or(CuError::OUT_OF_MEMORY)
+    }
+
+    /// Unmaps pages; goes on after an error and tells of the first. Pages that cannot be unmapped keep their addresses, so that
+    /// nothing is ever mapped over them, and their handles go back at once: the mapping keeps the memory.
+    fn unmap(&self, segment: Segment, kept: &mut Vec<(PageHandle, usize)>) -> CuResult<()> {
+        let mut first: CuResult<()> = Ok(());
+        let mut at = segment.base;
+        for (handle, size) in segment.parts {
+            match self.driver.page_unmap(at, size) {
+                Ok(()) => {
+                    self.ranges_of(at).lock().give(at, size);
+                    kept.push((handle, size));
+                }
+                Err(e) => {
+                    let released = self.driver.page_release(handle);
+                    first = first.and(Err::<(), _>(e)).and(released);
+                    self.budget.give(size);
+                }
+            }
+            at += size as u64;
+        }
+        first
+    }
+}
+
+impl Source for VmmSource {
+    fn acquire(&self, arena: Arena, size: usize) -> CuResult<Segment> {
+        let size = self.rounded(size)?;
+        // Said before thousands of pages are made and given back: more than there is.
+        let free = if size >= LARGE { self.driver.mem_info().map_or(self.total, |(free, _)| free) } else { self.total };
+        if size > free {
+            return Err(CuError::OUT_OF_MEMORY);
+        }
+        self.budget.take(size)?;
+        let base = self.ground[arena as usize].1.lock().take(size);
+        match base {
+            Some(base) => self.build(base, size, Vec::new()),
+            None => {
+                self.budget.give(size);
+                Err(CuError::OUT_OF_MEMORY)
+            }
+        }
+    }
+
+    fn acquire_at(&self, base: DevicePtr, size: usize) -> CuResult<Option<Segment>> {
+        let size = self.rounded(size)?;
+        self.budget.take(size)?;
+        if !self.ranges_of(base).lock().take_at(base, size) {
+            self.budget.give(size);
+            return Ok(None);
+        }
+        self.build(base, size, Vec::new()).map(Some)
+    }
+
+    fn gather(&self, arena: Arena, pages: Vec<Segment>, size: usize) -> CuResult<Segment> {
+        let mut parts = Vec::new();
+        let mut unmapped = Ok(());
+        for page in pages {
+            unmapped = unmapped.and(self.unmap(page, &mut parts));
+        }
+        let there: usize = parts.iter().map(|p| p.1).sum();
+        let size = self.rounded(size)?.max(there);
+        let more = unmapped.and_then(|()| self.budget.take(size - there));
+        let base = more.and_then(|()| {
+            let base = self.ground[arena as usize].1.lock().take(size);
+            base.ok_or(CuError::OUT_OF_MEMORY).inspect_err(|_| self.budget.give(size - there))
+        });
+        match base {
+            Ok(base) => self.build(base, size, parts),
+            Err(e) => {
+                for (handle, size) in parts {
+                    self.budget.give(size);
+                    let _ = self.driver.page_release(handle);
+                }
+                Err(e)
+            }
+        }
+    }
+
     fn release(&self, segment: Segment) -> CuResult<()> {
-        self.dismantle(segment.base, segment.parts)
+        let mut parts = Vec::new();
+        let mut first = self.unmap(segment, &mut parts);
+        for (handle, size) in parts {
+            self.budget.give(size);
+            first = first.and(self.driver.page_release(handle));
+        }
+        first
     }
 
     fn kind(&self) -> SourceKind {

@@ -1,15 +1,16 @@
-//! Free space without a device: placement, owners, regions, random operations.
+//! Free space without a device: placement, owners, regions, random operations. The table is the process's, so every test has
+//! addresses of its own.
 
 use super::*;
 use crate::testing::Rng;
 
 #[test]
 fn exact_accounting_and_full_coalescing() {
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let o = s.add_owner();
-    s.add_region(0x1000_0000, 4096, o);
+    s.add_region(0x1000_0000, 4096, o, true).unwrap();
     let a = s.alloc(o, 1024).unwrap();
-    assert_eq!((s.free_bytes(o), s.live_bytes(o)), (3072, 1024));
+    assert_eq!((s.free_bytes(o), s.used_bytes(o)), (3072, 1024));
     let b = s.alloc(o, 1).unwrap();
     assert_eq!(s.addr(b), s.addr(a) + 1024);
     assert_eq!(s.size(b), 512);
@@ -26,9 +27,9 @@ fn exact_accounting_and_full_coalescing() {
 
 #[test]
 fn owners_do_not_mix_until_told() {
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(0x2000_0000, 8192, a);
+    s.add_region(0x2000_0000, 8192, a, true).unwrap();
     let x = s.alloc(a, 4096).unwrap();
     let freed = s.free(x, b, 7);
     assert_eq!((s.free_bytes(a), s.free_bytes(b)), (4096, 4096));
@@ -39,62 +40,70 @@ fn owners_do_not_mix_until_told() {
     s.set_owner(first, b);
     assert_eq!(s.size(rest.unwrap()), 7680);
     s.check().unwrap();
-    assert!(s.remove_region(0x2000_0000, 8192).is_ok());
+    s.set_owner(first, a);
+    let whole = s.free_blocks(a)[0];
+    assert!(s.remove_range(whole, 0x2000_0000, 8192));
     s.remove_owner(a);
     s.check().unwrap();
 }
 
 #[test]
 fn huge_and_odd_sizes() {
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let o = s.add_owner();
-    s.add_region(1 << 40, 1 << 40, o);
+    s.add_region(1 << 40, 1 << 34, o, false).unwrap();
     assert!(s.alloc(o, usize::MAX).is_none());
     assert!(s.alloc(o, 1 << 62).is_none());
-    let b = s.alloc(o, (1 << 40) - 1).unwrap();
-    assert_eq!(s.size(b), 1 << 40);
-    assert!(s.remove_region(1 << 40, 1 << 40).is_err(), "a live block keeps its region");
-    s.forget_region(1 << 40, 1 << 40);
+    let b = s.alloc(o, (1 << 34) - 1).unwrap();
+    assert_eq!(s.size(b), 1 << 34);
+    assert!(s.add_region(1 << 48, 1 << 20, o, false).is_none(), "beyond the table");
+    s.forget_all();
+    assert_eq!((s.lookup(1 << 40), s.used_total()), (None, 0));
     assert!(s.owns_nothing(o));
     s.check().unwrap();
 }
 
 #[test]
 fn ranges_can_be_taken_out_of_a_region() {
-    let base = 1 << 30;
+    let base = 3 << 40;
     for (skip, size) in [(0, 4096), (0, 16384), (4096, 4096), (12288, 4096), (512, 1024)] {
-        let mut s = Space::new();
+        let mut s = Space::new().unwrap();
         let o = s.add_owner();
-        s.add_region(base, 16384, o);
-        s.remove_region(base + skip, size).unwrap();
+        let b = s.add_region(base, 16384, o, true).unwrap();
+        assert!(s.remove_range(b, base + skip, size));
         s.check().unwrap();
         assert_eq!((s.total(), s.free_bytes(o)), (16384 - size, 16384 - size));
-        assert!(s.remove_region(base + skip, size).is_err(), "it is gone");
+        // And comes back: one region, one block.
+        let b = s.join_region(base + skip, size, o, true).unwrap();
+        s.check().unwrap();
+        assert_eq!((s.total(), s.size(b), s.addr(b)), (16384, 16384, base));
     }
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(base, 16384, a);
+    s.add_region(base, 16384, a, true).unwrap();
     let x = s.alloc(a, 4096).unwrap();
     let y = s.alloc(a, 4096).unwrap();
     let z = s.alloc(a, 4096).unwrap();
     s.free(y, b, 5);
     assert_eq!(s.free_runs(base), [(base + 4096, base + 8192, 5), (base + 12288, base + 16384, 0)]);
-    assert!(s.remove_region(base + 4096, 8192).is_err(), "z is live");
-    s.free(z, a, 6);
+    let z = s.free(z, a, 6);
     assert_eq!(s.free_runs(base), [(base + 4096, base + 16384, 6)]);
-    s.remove_region(base + 6144, 8192).unwrap();
+    assert_eq!(s.free_tail(base + 16384, a), Some(z));
+    assert_eq!((s.free_tail(base + 16384, b), s.free_tail(base + 8192, a)), (None, None));
+    assert!(s.remove_range(z, base + 8192, 4096));
     s.check().unwrap();
-    assert_eq!((s.free_bytes(b), s.free_bytes(a)), (2048, 2048));
+    assert_eq!((s.free_bytes(b), s.free_bytes(a)), (4096, 4096));
     assert_eq!(s.lookup(base), Some(x));
+    assert_eq!((s.containing(base + 100), s.containing(base + 5000), s.containing(base + 9000)), (Some(x), None, None));
 }
 
 #[test]
 fn random_operations_keep_the_invariants() {
     let mut rng = Rng::new(1);
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let owners: Vec<OwnerId> = (0..4).map(|_| s.add_owner()).collect();
     for r in 0..4u64 {
-        s.add_region((r + 1) << 30, 4 << 20, owners[r as usize]);
+        s.add_region((5 << 40) + ((r + 1) << 30), 4 << 20, owners[r as usize], true).unwrap();
     }
     let mut live: Vec<(BlockId, u64, usize)> = Vec::new();
     for step in 0..60_000u64 {
@@ -120,9 +129,9 @@ fn random_operations_keep_the_invariants() {
             }
             6 if !live.is_empty() => {
                 let (b, a, _) = live[rng.below(live.len() as u64) as usize];
-                s.cache(b, o, step);
+                k(b).set_state(State::Cached);
                 assert_eq!(s.lookup(a), None, "a cached block is not live");
-                s.uncache(b, o);
+                k(b).set_state(State::Live);
             }
             _ => {
                 let free = s.free_blocks(o);
@@ -144,11 +153,11 @@ fn random_operations_keep_the_invariants() {
 
 #[test]
 fn a_region_grows_at_its_end() {
-    let mut s = Space::new();
+    let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(1 << 30, 4096, a);
-    assert!(s.extend_region((1 << 30) + 512, 512, b).is_none(), "no region ends there");
-    let more = s.extend_region((1 << 30) + 4096, 8192, b).unwrap();
+    s.add_region(6 << 40, 4096, a, true).unwrap();
+    assert!(s.extend_region((6 << 40) + 512, 512, b, true).is_none(), "no region ends there");
+    let more = s.extend_region((6 << 40) + 4096, 8192, b, true).unwrap();
     assert_eq!((s.total(), s.free_bytes(a), s.free_bytes(b)), (12288, 4096, 8192));
     s.check().unwrap();
     s.set_owner(more, a);

@@ -10,7 +10,7 @@ const SIZE: usize = 100 * MIB;
 /// What a leak would change: handles and mappings alive, free bytes of the device, free addresses.
 fn books(sim: &Sim, source: &VmmSource) -> (i64, i64, usize, usize) {
     let free = sim.driver.mem_info().unwrap().0;
-    (sim.live("handles"), sim.live("mappings"), free, source.ranges.lock().free_bytes())
+    (sim.live("handles"), sim.live("mappings"), free, source.ground.iter().map(|g| g.1.lock().free_bytes()).sum())
 }
 
 fn source(sim: &Sim) -> VmmSource {
@@ -23,7 +23,7 @@ fn a_segment_is_pages_side_by_side() {
     let sim = sim();
     let source = source(&sim);
     let before = books(&sim, &source);
-    let segment = source.acquire(SIZE - 1).unwrap();
+    let segment = source.acquire(Arena::Large, SIZE - 1).unwrap();
     assert_eq!(segment.size, SIZE, "rounded up to the granularity");
     let sizes: Vec<usize> = segment.pages().map(|p| p.1 / MIB).collect();
     assert_eq!(sizes, [32, 32, 32, 4]);
@@ -37,16 +37,16 @@ fn a_segment_is_pages_side_by_side() {
 }
 
 #[test]
-fn a_segment_goes_back_in_parts() {
+fn a_segment_goes_back_in_pages() {
     let sim = sim();
     let source = source(&sim);
     let before = books(&sim, &source);
-    let segment = source.acquire(SIZE).unwrap();
+    let segment = source.acquire(Arena::Large, SIZE).unwrap();
     let base = segment.base;
-    let parts = segment.split(&[true, false, false, true]);
-    let seen: Vec<_> = parts.iter().map(|(flag, s)| (*flag, (s.base - base) as usize / MIB, s.size / MIB)).collect();
-    assert_eq!(seen, [(true, 0, 32), (false, 32, 64), (true, 96, 4)]);
-    let (taken, kept): (Vec<_>, Vec<_>) = parts.into_iter().map(|p| p.1).partition(|s| s.size != 64 * MIB);
+    let pages: Vec<Segment> = segment.into_pages().collect();
+    let seen: Vec<_> = pages.iter().map(|s| ((s.base - base) as usize / MIB, s.size / MIB)).collect();
+    assert_eq!(seen, [(0, 32), (32, 32), (64, 32), (96, 4)]);
+    let (taken, kept): (Vec<_>, Vec<_>) = pages.into_iter().partition(|s| s.base == base || s.size == 4 * MIB);
     taken.into_iter().for_each(|s| source.release(s).unwrap());
     // What stayed is whole and usable while its neighbours are gone.
     assert_eq!(before.2 - sim.driver.mem_info().unwrap().0, 64 * MIB);
@@ -55,6 +55,40 @@ fn a_segment_goes_back_in_parts() {
     sim.destroy(s);
     sim.driver.ctx_synchronize().unwrap();
     kept.into_iter().for_each(|s| source.release(s).unwrap());
+    assert_eq!(books(&sim, &source), before);
+}
+
+#[test]
+fn pages_move_to_where_they_are_needed() {
+    let sim = sim();
+    let source = source(&sim);
+    let before = books(&sim, &source);
+    let mut pages: Vec<Segment> = source.acquire(Arena::Large, SIZE).unwrap().into_pages().collect();
+    let stays = pages.remove(1);
+    let free = sim.driver.mem_info().unwrap().0;
+    // 68 MiB are there; 4 MiB are made.
+    let moved = source.gather(Arena::Large, pages, 72 * MIB).unwrap();
+    assert_eq!((moved.size, free - sim.driver.mem_info().unwrap().0), (72 * MIB, 4 * MIB));
+    let end = moved.base + moved.size as u64;
+    assert!(end <= stays.base || stays.base + stays.size as u64 <= moved.base);
+    let s = sim.stream();
+    sim.memset(moved.base, 9, moved.size, s);
+    sim.driver.ctx_synchronize().unwrap();
+    // What cannot be mapped anew goes back whole.
+    for call in ["cuMemCreate:1", "cuMemMap:2", "cuMemSetAccess:1"] {
+        let pages = source.acquire(Arena::Large, 64 * MIB).unwrap().into_pages().collect();
+        sim.fail(call);
+        let refused = source.gather(Arena::Large, pages, 80 * MIB).map(|s| s.base);
+        sim.fail("");
+        assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}");
+    }
+    // At the end of what is there, when those addresses are free.
+    let next = source.acquire_at(end, 2 * MIB).unwrap().expect("nothing lies there");
+    assert_eq!(next.base, end);
+    assert!(source.acquire_at(stays.base, 2 * MIB).unwrap().is_none());
+    for segment in [moved, stays, next] {
+        source.release(segment).unwrap();
+    }
     assert_eq!(books(&sim, &source), before);
 }
 
@@ -69,7 +103,7 @@ fn a_refusal_at_any_step_leaves_nothing_held() {
             // Without memory, or for a reason of its own: to the pool both are "no memory now".
             for code in if call == "cuMemSetAccess" { &[2][..] } else { &[2, 304] } {
                 sim.fail(&format!("{call}:{nth}:{code}"));
-                let refused = source.acquire(SIZE).map(|s| s.base);
+                let refused = source.acquire(Arena::Large, SIZE).map(|s| s.base);
                 sim.fail("");
                 assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}:{nth}:{code}");
                 assert_eq!(books(&sim, &source), before, "{call}:{nth}:{code}");
@@ -78,9 +112,9 @@ fn a_refusal_at_any_step_leaves_nothing_held() {
     }
     // Errors that no retry helps are told as they are.
     sim.fail("cuMemMap:2:999");
-    assert_eq!(source.acquire(SIZE).map(|s| s.base), Err(CuError(999)));
+    assert_eq!(source.acquire(Arena::Large, SIZE).map(|s| s.base), Err(CuError(999)));
     sim.fail("");
-    let segment = source.acquire(SIZE).expect("the next one succeeds");
+    let segment = source.acquire(Arena::Large, SIZE).expect("the next one succeeds");
     source.release(segment).unwrap();
     assert_eq!(books(&sim, &source), before);
 }
@@ -92,7 +126,7 @@ fn pages_that_cannot_be_shared_are_made_plain() {
     let before = books(&sim, &source);
     for code in [1, 801] {
         sim.fail(&format!("cuMemCreate:1:{code}"));
-        let segment = source.acquire(4 * MIB);
+        let segment = source.acquire(Arena::Large, 4 * MIB);
         sim.fail("");
         source.release(segment.expect("a plain page")).unwrap();
         assert_eq!(books(&sim, &source), before);
@@ -104,7 +138,7 @@ fn a_failed_unmap_keeps_its_addresses_and_the_rest_goes_back() {
     let sim = sim();
     let source = source(&sim);
     let before = books(&sim, &source);
-    let segment = source.acquire(SIZE).unwrap();
+    let segment = source.acquire(Arena::Large, SIZE).unwrap();
     let (stuck, bytes) = segment.pages().nth(1).unwrap();
     sim.fail("cuMemUnmap:2:999,cuMemUnmap:3:998");
     let (stuck_too, more) = segment.pages().nth(2).unwrap();
@@ -114,7 +148,7 @@ fn a_failed_unmap_keeps_its_addresses_and_the_rest_goes_back() {
     let now = books(&sim, &source);
     assert_eq!((now.1 - before.1, before.3 - now.3), (2, bytes + more), "the other pages went back");
     // Nothing is mapped over a page that is still there.
-    let next = source.acquire(SIZE).unwrap();
+    let next = source.acquire(Arena::Large, SIZE).unwrap();
     let end = next.base + SIZE as u64;
     for (at, n) in [(stuck, bytes), (stuck_too, more)] {
         assert!(end <= at || at + n as u64 <= next.base, "{:#x} is over the page at {at:#x}", next.base);
@@ -122,7 +156,7 @@ fn a_failed_unmap_keeps_its_addresses_and_the_rest_goes_back() {
     source.release(next).unwrap();
     for (at, n) in [(stuck, bytes), (stuck_too, more)] {
         sim.driver.page_unmap(at, n).unwrap();
-        source.ranges.lock().give(at, n);
+        source.ranges_of(at).lock().give(at, n);
     }
     assert_eq!(books(&sim, &source), before);
 }
@@ -132,7 +166,7 @@ fn a_failed_release_does_not_stop_the_others() {
     let sim = sim();
     let source = source(&sim);
     let before = books(&sim, &source);
-    let segment = source.acquire(SIZE).unwrap();
+    let segment = source.acquire(Arena::Large, SIZE).unwrap();
     let first = segment.parts[0].0;
     sim.fail("cuMemRelease:1:999");
     let told = source.release(segment);
@@ -149,7 +183,7 @@ fn more_than_there_is_asks_for_nothing() {
     let source = source(&sim);
     let before = books(&sim, &source);
     for size in [usize::MAX, usize::MAX / 2, source.total + 1, source.total * RESERVE_FACTOR * 2] {
-        assert_eq!(source.acquire(size).map(|s| s.base), Err(CuError::OUT_OF_MEMORY), "{size}");
+        assert_eq!(source.acquire(Arena::Large, size).map(|s| s.base), Err(CuError::OUT_OF_MEMORY), "{size}");
     }
     assert_eq!(books(&sim, &source), before);
 }
