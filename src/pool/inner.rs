@@ -300,9 +300,16 @@ impl Inner {
 
     // ---- pages ----
 
-    /// The pages of a new segment are `owner`'s free space. False when the tables have run out: the segment is the caller's still.
-    pub fn add_pages(&mut self, segment: Segment, arena: Arena, owner: OwnerId, fine: bool) -> Result<(), Segment> {
-        if self.space.join_region(segment.base, segment.size, owner, fine).is_none() {
+    /// The pages of a new segment are `owner`'s free space; pages that lie side by side become one stretch, `cuMemAlloc`'s blocks do
+    /// not. Err when the tables have run out: the segment is the caller's still.
+    pub fn add_pages(&mut self, segment: Segment, arena: Arena, owner: OwnerId, paged: bool) -> Result<(), Segment> {
+        let (base, size) = (segment.base, segment.size);
+        let added = if paged {
+            self.space.join_region(base, size, owner, arena == Arena::Tiny)
+        } else {
+            self.space.add_region(base, size, owner, true)
+        };
+        if added.is_none() {
             return Err(segment);
         }
         self.held(arena, segment.size as isize);

@@ -175,11 +175,11 @@ impl Pool {
 
     /// The segment becomes free space of `user`, and the block is cut from it.
     fn add(&self, segment: Segment, want: Request, user: User) -> Result<Option<BlockId>, Error> {
-        let fine = want.arena == Arena::Tiny || self.source.kind() != SourceKind::Vmm;
+        let paged = self.source.kind() == SourceKind::Vmm;
         let refused = {
             let mut inner = self.inner.lock();
             let owners = inner.owners_of(user, self.bins.len());
-            match inner.add_pages(segment, want.arena, owners[want.arena as usize], fine) {
+            match inner.add_pages(segment, want.arena, owners[want.arena as usize], paged) {
                 Ok(()) => return Ok(inner.take_free(owners, want)),
                 Err(segment) => segment,
             }
