@@ -5,7 +5,7 @@
 //! Nothing here links to CUDA. `driver()` opens `libcuda.so.1` at first use.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cudarc::driver::sys;
 use once_cell::sync::OnceCell;
@@ -37,6 +37,7 @@ impl CuError {
     pub const NO_DEVICE: CuError = CuError(sys::CUresult::CUDA_ERROR_NO_DEVICE as u32);
     pub const INVALID_CONTEXT: CuError = CuError(sys::CUresult::CUDA_ERROR_INVALID_CONTEXT as u32);
     pub const NOT_READY: CuError = CuError(sys::CUresult::CUDA_ERROR_NOT_READY as u32);
+    pub const CAPTURE_UNSUPPORTED: CuError = CuError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as u32);
     pub const NOT_SUPPORTED: CuError = CuError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED as u32);
     /// `cudaErrorInsufficientDriver`, which the runtime answers where no driver can be loaded; `CUresult` has no such number.
     pub const NO_DRIVER: CuError = CuError(35);
@@ -101,6 +102,7 @@ functions! {
         ctx_synchronize = "cuCtxSynchronize" ();
         primary_retain = "cuDevicePrimaryCtxRetain" (*mut Ctx, c_int);
         primary_release = "cuDevicePrimaryCtxRelease_v2" (c_int);
+        primary_state = "cuDevicePrimaryCtxGetState" (c_int, *mut c_uint, *mut c_int);
         mem_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
         mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
         mem_free = "cuMemFree_v2" (u64);
@@ -134,9 +136,7 @@ functions! {
 
 fn symbol(lib: *mut c_void, name: &str) -> Option<*mut c_void> {
     let name = std::ffi::CString::new(name).ok()?;
-    // SAFETY: `lib` is an open handle and `name` is NUL-terminated.
-    let p = unsafe { libc::dlsym(lib, name.as_ptr() as *const c_char) };
-    (!p.is_null()).then_some(p)
+    crate::linker::dlsym(lib, &name).map(|p| p as *mut c_void)
 }
 
 pub struct Driver {
@@ -145,6 +145,8 @@ pub struct Driver {
 }
 
 static DRIVER: OnceCell<Driver> = OnceCell::new();
+/// cuInit succeeded here.
+static READY: AtomicBool = AtomicBool::new(false);
 static EXITING: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
 
@@ -153,31 +155,61 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 /// exit, when no call may be made any more; `NOT_INITIALIZED` in a forked child, which has no device state.
 #[inline]
 pub fn driver() -> CuResult<&'static Driver> {
-    if let Some(d) = DRIVER.get()
-        && !EXITING.load(Ordering::Relaxed)
-        && !FORKED.load(Ordering::Relaxed)
+    if READY.load(Ordering::Acquire)
+        && let Some(d) = usable()
     {
         return Ok(d);
     }
     driver_slow()
 }
 
+/// The driver if it is loaded, initialised or not: who stands in for its functions must not initialise it for a program that did not.
+/// None once the process began to exit and in a forked child.
+#[inline]
+pub fn present() -> Option<&'static Driver> {
+    usable().or_else(|| {
+        crate::linker::loaded(NAME)?;
+        if is_exiting() || is_forked() { None } else { DRIVER.get_or_try_init(load).ok() }
+    })
+}
+
+#[inline]
+fn usable() -> Option<&'static Driver> {
+    DRIVER.get().filter(|_| !EXITING.load(Ordering::Relaxed) && !FORKED.load(Ordering::Relaxed))
+}
+
+/// Whether the process began to exit.
+pub fn is_exiting() -> bool {
+    EXITING.load(Ordering::Relaxed)
+}
+
+/// Whether this is a child of the process that loaded the driver.
+pub fn is_forked() -> bool {
+    FORKED.load(Ordering::Relaxed)
+}
+
+const NAME: &CStr = c"libcuda.so.1";
+
 #[cold]
 #[inline(never)]
 fn driver_slow() -> CuResult<&'static Driver> {
-    if EXITING.load(Ordering::Relaxed) {
+    if is_exiting() {
         return Err(CuError::DEINITIALIZED);
     }
-    if FORKED.load(Ordering::Relaxed) {
+    if is_forked() {
         return Err(CuError::NOT_INITIALIZED);
     }
-    DRIVER.get_or_try_init(load)
+    let d = DRIVER.get_or_try_init(load)?;
+    // Not under a lock: a driver's cuInit may start threads that come here.
+    // SAFETY: cuInit takes flags, which must be 0.
+    check(unsafe { (d.f.init)(0) })?;
+    READY.store(true, Ordering::Release);
+    Ok(d)
 }
 
 fn load() -> CuResult<Driver> {
     // The logger comes with the settings, and what goes wrong here is what a user asks the log for.
     crate::config::get();
-    const NAME: &CStr = c"libcuda.so.1";
     // SAFETY: a plain dlopen of a NUL-terminated name.
     let lib = unsafe { libc::dlopen(NAME.as_ptr(), libc::RTLD_NOW) };
     if lib.is_null() {
@@ -192,18 +224,21 @@ fn load() -> CuResult<Driver> {
         log::warn!("the driver lacks {name}");
         CuError::NO_DRIVER
     })?;
-    // SAFETY: cuInit takes flags, which must be 0.
-    check(unsafe { (f.init)(0) })?;
     let mut version = 0;
-    // SAFETY: the pointer is to a live int.
+    // SAFETY: the pointer is to a live int. This one function may be called before cuInit.
     check(unsafe { (f.driver_version)(&mut version) })?;
     extern "C" fn at_exit() {
-        EXITING.store(true, Ordering::Relaxed);
+        EXITING.store(true, Ordering::SeqCst);
+        CHANGES.fetch_add(1, Ordering::Relaxed);
+        for act in AT_EXIT.lock().iter() {
+            act();
+        }
     }
     extern "C" fn in_child() {
-        FORKED.store(true, Ordering::Relaxed);
+        FORKED.store(true, Ordering::SeqCst);
+        CHANGES.fetch_add(1, Ordering::Relaxed);
     }
-    // SAFETY: both handlers only store to an atomic; the library is never unloaded (-z nodelete).
+    // SAFETY: the handlers only store to atomics and run what was registered here; the library is never unloaded (-z nodelete).
     unsafe {
         libc::atexit(at_exit);
         libc::pthread_atfork(None, None, Some(in_child));
@@ -211,6 +246,17 @@ fn load() -> CuResult<Driver> {
     log::debug!("driver version {version}");
     Ok(Driver { f, version })
 }
+
+/// What runs once the process began to exit, when the driver is not called any more.
+static AT_EXIT: parking_lot::Mutex<Vec<fn()>> = parking_lot::Mutex::new(Vec::new());
+
+pub fn at_exit(act: fn()) {
+    AT_EXIT.lock().push(act);
+}
+
+/// Counted up whenever something may have changed what threads remember of streams and contexts: a stream or a context died, a
+/// capture began, the process forked or exits.
+pub static CHANGES: AtomicU64 = AtomicU64::new(1);
 
 fn check(code: c_uint) -> CuResult<()> {
     if code == 0 { Ok(()) } else { Err(CuError(code)) }
@@ -306,6 +352,12 @@ impl Driver {
     }
     pub fn primary_release(&self, ordinal: i32) -> CuResult<()> {
         call!((self.f.primary_release)(ordinal))
+    }
+
+    pub fn primary_is_active(&self, ordinal: i32) -> CuResult<bool> {
+        let (mut flags, mut active) = (0, 0);
+        call!((self.f.primary_state)(ordinal, &mut flags, &mut active))?;
+        Ok(active != 0)
     }
 
     // ---- memory ----

@@ -4,13 +4,15 @@
 //! Each may use those below it, never above; `tests/project.rs` checks it against this list.
 //!
 //! ```text
+//! preload    doors: CUDA's own functions, served in any program that the library is preloaded into
 //! ffi        doors: what programs call. Check arguments, find the pool, translate errors
 //! registry   context -> Pool
 //! managers   CNMeM's tree of managers, behind the cnmem door
 //! pool       bins over coalescing free space, streams, fences; the contract stands at the top of pool/mod.rs
+//! pinned     freed pinned host memory, kept
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
-//! log, config, error    leaves
+//! linker, log, config, error, stats    leaves
 //! ```
 //!
 //! # One cold allocation, step by step
@@ -33,6 +35,7 @@ mod config;
 mod driver;
 mod error;
 mod ffi;
+mod linker;
 mod log;
 mod managers;
 mod pool;

@@ -22,9 +22,38 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
-use crate::driver::{Context, CuResult, CurrentContext, Driver, Event};
+use crate::driver::{Context, CuError, CuResult, CurrentContext, Driver, Event, Stream};
+
+/// Streams being captured, as far as the doors see: while there is one, neither an event of a context nor a wait for one may be asked
+/// for (each answers 900, and the capture is lost). Whoever makes such a call holds this for reading, so that a capture begins either
+/// before, and is seen, or after the call.
+static CAPTURES: RwLock<Vec<usize>> = RwLock::new(Vec::new());
+
+/// A stream is about to be captured.
+pub fn capture_begins(s: Stream) {
+    CAPTURES.write().push(s.0);
+}
+
+/// The capture of a stream ended, or did not begin, or the stream died.
+pub fn capture_ends(s: Stream) {
+    let mut captures = CAPTURES.write();
+    if let Some(at) = captures.iter().position(|&c| c == s.0) {
+        captures.swap_remove(at);
+    }
+}
+
+/// Whether a capture that the doors saw goes on.
+pub fn capturing() -> bool {
+    !CAPTURES.read().is_empty()
+}
+
+/// Makes a call that no capture may see; 900 while there is one.
+fn outside_captures<T>(call: impl FnOnce() -> CuResult<T>) -> CuResult<T> {
+    let captures = CAPTURES.read();
+    if captures.is_empty() { call() } else { Err(CuError::CAPTURE_UNSUPPORTED) }
+}
 
 /// Events kept that are not yet seen done.
 const MAX_KEPT: usize = 64;
@@ -145,7 +174,7 @@ impl Fences {
                 (open.event, open.turn)
             };
             let Some(event) = event.or_else(|| self.new_open(turn)) else { return stamp };
-            if let Err(e) = self.driver.ctx_record_event(self.ctx, event) {
+            if let Err(e) = outside_captures(|| self.driver.ctx_record_event(self.ctx, event)) {
                 log::debug!("a free could not be recorded: {e:?}");
                 return stamp;
             }
@@ -178,7 +207,7 @@ impl Fences {
     /// be called while a stream of the context is being captured.
     pub fn bar(&self) -> CuResult<bool> {
         let Some((covered, event)) = self.take_open() else { return Ok(false) };
-        let waits = self.driver.ctx_wait_event(self.ctx, event);
+        let waits = outside_captures(|| self.driver.ctx_wait_event(self.ctx, event));
         if waits.is_ok() {
             self.barred.fetch_max(covered, Ordering::AcqRel);
         }
@@ -247,7 +276,7 @@ impl Fences {
         }
         let event = self.spare_event()?;
         let closed = self.epoch.fetch_add(1, Ordering::AcqRel);
-        if let Err(e) = self.driver.ctx_record_event(self.ctx, event) {
+        if let Err(e) = outside_captures(|| self.driver.ctx_record_event(self.ctx, event)) {
             // The epoch stays uncovered; the next event that is recorded covers it.
             self.pending.lock().spare.push(event);
             return Err(e);
@@ -349,6 +378,7 @@ impl Fences {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
         let closed = self.epoch.fetch_add(1, Ordering::AcqRel);
         self.waited.fetch_add(1, Ordering::Relaxed);
+        outside_captures(|| Ok(()))?;
         self.driver.ctx_synchronize()?;
         self.covered.fetch_max(closed, Ordering::AcqRel);
         self.finished.fetch_max(closed, Ordering::AcqRel);

@@ -132,8 +132,6 @@ pub struct Pool {
     space_id: u16,
     /// Pages on their way back to the driver: memory that is about to be free again.
     releasing: AtomicUsize,
-    /// Streams of the context being captured, as far as the doors see.
-    captures: AtomicUsize,
     /// Frees that wait for a bar: copies to the host look here.
     open: AtomicUsize,
     /// Contexts of other devices whose kernels may use this memory.
@@ -168,7 +166,6 @@ impl Pool {
             space_id: space.id(),
             inner: Mutex::new(Inner::new(space)),
             releasing: AtomicUsize::new(0),
-            captures: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             readers: Mutex::default(),
             magazines: Mutex::default(),
@@ -290,7 +287,7 @@ impl Pool {
     /// A free that names no stream: anybody gets the memory only after all work submitted to the context so far.
     pub fn free_everyone(&self, p: DevicePtr) -> Result<(), Error> {
         self.find(p)?;
-        let captured = self.captures.load(Ordering::Acquire) > 0;
+        let captured = fence::capturing();
         let waits =
             self.free_mode == FreeMode::Sync || !self.driver.has_ctx_fences() || !self.readers.lock().is_empty();
         let stamp = match (captured, waits) {
@@ -359,7 +356,7 @@ impl Pool {
     /// Before a copy to the host: a program that lets cudaFree be its only synchronisation reads whole results.
     #[inline]
     pub fn before_copy_to_host(&self) {
-        if self.open.load(Ordering::Acquire) > 0 && self.captures.load(Ordering::Acquire) == 0 {
+        if self.open.load(Ordering::Acquire) > 0 && !fence::capturing() {
             self.bar();
         }
     }
@@ -384,20 +381,6 @@ impl Pool {
     }
 
     // ---- what doors tell ----
-
-    /// A stream of the context begins, or ends, being captured.
-    pub fn capture_changed(&self, begins: bool) {
-        if begins {
-            self.captures.fetch_add(1, Ordering::AcqRel);
-        } else {
-            // An end without a begin that was seen.
-            let _ = self.captures.fetch_update(Ordering::AcqRel, Ordering::Acquire, |n| n.checked_sub(1));
-        }
-    }
-
-    pub fn is_captured(&self) -> bool {
-        self.captures.load(Ordering::Acquire) > 0
-    }
 
     /// Work of `reader`, another device's context, may use this memory from now on: frees wait for it too.
     pub fn open_to(&self, reader: Context) {
@@ -482,7 +465,7 @@ impl Pool {
     fn capturing(&self, s: Stream) -> bool {
         // The legacy stream answers 906 while a blocking stream is captured.
         let open = |s| self.driver.stream_is_capturing(s).unwrap_or(true);
-        self.is_captured() || open(s) || (s != Stream::LEGACY && open(Stream::LEGACY))
+        fence::capturing() || open(s) || (s != Stream::LEGACY && open(Stream::LEGACY))
     }
 }
 

@@ -253,12 +253,12 @@ fn frees_during_a_capture_wait_for_its_end() {
     let pool = pool(&sim, 0);
     let p = pool.malloc_everyone(40 * MIB).unwrap();
     let events = pool.stats().fences;
-    pool.capture_changed(true);
+    fence::capture_begins(Stream(1 << 20));
     pool.free_everyone(p).unwrap();
     let q = pool.malloc_everyone(40 * MIB).unwrap();
     assert_ne!(p, q);
     assert_eq!(pool.stats().fences, events, "an event would break the capture");
-    pool.capture_changed(false);
+    fence::capture_ends(Stream(1 << 20));
     let r = pool.malloc_everyone(40 * MIB).unwrap();
     assert_eq!(p, r);
     [q, r].into_iter().for_each(|p| pool.free_everyone(p).unwrap());
