@@ -42,7 +42,8 @@ __global__ static void late_fill(unsigned *p, size_t words, unsigned tag, long l
     p[i] = pattern(tag, i);
 }
 /* Waits, then counts the words that are not the tag's, and adds up what it read. */
-__global__ static void late_verify(const unsigned *p, size_t words, unsigned tag, long long cycles, u64 *foreign, u64 *sum) {
+__global__ static void late_verify(const unsigned *p, size_t words, unsigned tag, long long cycles, u64 *foreign,
+                                   u64 *sum) {
   spin(cycles);
   u64 bad = 0, total = 0;
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < words; i += (size_t)gridDim.x * blockDim.x) {

@@ -1,4 +1,4 @@
-"""Numba's device arrays with its own memory manager: made, copied both ways and between devices' arrays, and dropped."""
+"""Numba's device arrays with its own memory manager: made, copied both ways and on the device, dropped."""
 import time
 
 import numpy

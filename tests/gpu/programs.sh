@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Unmodified programs, bare and under LD_PRELOAD=libgpupool.so: they must print the same results, and the library must have
-# served their memory. Run it where `make gpu-bundle` has put it (gpu/programs.sh); it needs a GPU and nvcc, and of Python's
-# frameworks it tries those that are there. Prints a table; exits 1 when a program differed or was not served.
-#   ONLY="ptds torch_train"  these programs alone     JOBS=1   one at a time: honest times (4 run side by side otherwise)
-#   LIMIT=120                seconds a run may take   LOG_DIR  where the output goes
+# Unmodified programs, bare and under LD_PRELOAD=libgpupool.so: they must print the same results, and the library must
+# have served their memory. Run it where `make gpu-bundle` has put it (gpu/programs.sh); it needs a GPU and nvcc, and of
+# Python's frameworks it tries those that are there. Prints a table; exits 1 when a program differed or was not served.
+#   ONLY="ptds torch_train"  these programs alone
+#   JOBS=1                   one at a time, for honest times (4 run side by side otherwise)
+#   LIMIT=120                seconds a run may take
+#   LOG_DIR                  where the output goes
 # Other settings of the library (GPUPOOL_FREE=sync ...) are handed on as they are.
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -57,7 +59,8 @@ echo "|---|---|---|---|---|"
 for name in $names; do
   if [ "$(code "$name.bare")" != 0 ]; then
     echo "| $name | status $(code "$name.bare") | - | - | skipped: the bare run failed |"
-    notes+=$'\n'"skipped: $name, bare:"$'\n'$(cat "$log/$name.build" "$log/$name.bare.err" "$log/$name.bare.out" 2>/dev/null | tail -n 6)
+    why=$(cat "$log/$name".{build,bare.err,bare.out} 2>/dev/null | tail -n 6)
+    notes+=$'\n'"skipped: $name, bare:"$'\n'$why
     continue
   fi
   compared=$((compared + 1))
@@ -72,7 +75,8 @@ for name in $names; do
   grep -q ^skipped: "$log/$name.bare.out" && notes+=$'\n'"$name: $(grep ^skipped: "$log/$name.bare.out")"
   if [ "$same" != yes ]; then
     failed=$((failed + 1))
-    notes+=$'\n'"FAILED  $name:"$'\n'$(diff <(echo "$want") <(echo "$got") | cut -c1-200 | head -n 8; tail -n 12 "$log/$name.pool.err")
+    why=$(diff <(echo "$want") <(echo "$got") | cut -c1-200 | head -n 8; tail -n 12 "$log/$name.pool.err")
+    notes+=$'\n'"FAILED  $name:"$'\n'$why
   fi
 done
 [ -z "$notes" ] || echo "$notes"

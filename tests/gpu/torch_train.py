@@ -37,7 +37,7 @@ def train(steps):
 
 
 def side_streams(rounds):
-    """Temporaries of one stream read on the other behind an event, and dropped at once: cudaFree keeps them long enough."""
+    """Temporaries of one stream, read on the other behind an event and dropped at once, as cudaFree allows."""
     main, streams = torch.cuda.current_stream(), [torch.cuda.Stream(), torch.cuda.Stream()]
     sums = []
     for i in range(rounds):
