@@ -91,7 +91,7 @@ install: $(RELEASE)/libgpupool.so.0
 
 gpu-bundle: $(RELEASE)/libgpupool.so.0
 	@rm -rf target/gpu-bundle && mkdir -p target/gpu-bundle
-	@cp -r include tests/c c_examples tests/gpu tests/gpu/run.sh target/gpu-bundle/
+	@cp -r include tests/c c_examples tests/gpu target/gpu-bundle/ && mv target/gpu-bundle/gpu/run.sh target/gpu-bundle/
 	@cp $(RELEASE)/libgpupool.so target/gpu-bundle/libgpupool.so.0 && strip --strip-debug target/gpu-bundle/libgpupool.so.0 \
 	  && cd target/gpu-bundle && ln -sf libgpupool.so.0 libgpupool.so && ln -sf libgpupool.so.0 libcnmem.so.1
 	@du -sh target/gpu-bundle; [ $$(du -sm target/gpu-bundle | cut -f1) -lt 40 ] || { echo "the bundle must stay under 40 MiB" >&2; exit 1; }

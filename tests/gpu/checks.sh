@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # order.cu and hang.cu, bare and under LD_PRELOAD=libgpupool.so, where `make gpu-bundle` has put them (gpu/checks.sh).
-# The bare driver says what is right: the preload must pass where it passes, and answer no call worse; else this exits 1.
+# The bare driver says what is right: the preload must pass where it passes, and answer no call worse. If not: exit 1.
 # What fails in both ways shows nothing, and is called unproven.
 #   ROUNDS=10000   of order.cu (a tenth for pinned memory and peers)
 #   FREES="order"  the values of GPUPOOL_FREE to try
@@ -22,7 +22,8 @@ build order & build hang & wait
 [ -x "$bin/order" ] && [ -x "$bin/hang" ] || { echo "FAILED  to build"; exit 1; }
 
 fail() { echo "FAILED  $1:"; shift; for f; do tail -n 12 "$f"; done; failed=$((failed + 1)); }
-served() { awk '/^gpupool: (runtime|driver) door: served|^gpupool: pinned memory: served/ {n += $5} END {print n + 0}' "$1"; }
+served() { awk '/^gpupool: (runtime|driver) door: served|^gpupool: pinned memory: served/ {n += $5}
+  END {print n + 0}' "$1"; }
 # name, program and arguments: prints both answers, and FAILED when only the bare run passed.
 both() {
   local name=$1 bare pool free n; shift

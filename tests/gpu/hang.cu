@@ -1,6 +1,6 @@
 /* Orders of calls in which the bare driver neither hangs nor loses a result; nor may the library.
  *   hang wait_value|spin|copy|capture
- * wait_value, spin: a stream waits for what is later given to another one, with cudaFree before and cudaMalloc after the
+ * wait_value, spin: a stream waits for what is later given to another, with cudaFree before and cudaMalloc after the
  * wait began. copy: a cudaFree is all that stands between a kernel and the copy of its results. capture: one thread
  * captures, it or another allocates; the codes are printed, to be compared with the bare driver's. A test that hangs
  * ends after 20 s, status 3. */

@@ -1,10 +1,10 @@
-/* Does freed memory reach another stream before the work on it is done? A kernel waits some microseconds and then writes
+/* Does freed memory reach a stream before the work on it is done? A kernel waits some microseconds and then writes
  * to a block, which is freed as soon as the kernel is launched, and asked for again at once for another stream. That
  * stream writes its own pattern, and counts later how many words are not its own any more.
  *   order [streams|destroyed|pinned|peer] [rounds, 10,000] [broken]
  * streams: a blocking stream, two non-blocking ones, and the per-thread default streams of three threads, at once.
  * destroyed: each writes late from a stream that is destroyed before the free. pinned: late copies into pinned host
- * memory that the CPU then writes to. peer: the next user is a kernel of another device. broken: the next user takes the
+ * memory that the CPU writes to. peer: a kernel of another device is the next user. broken: the next user takes the
  * block without free and malloc, which must be found. Prints `N rounds, M foreign writes`; exits 1 when M > 0. */
 #include "gpu.h"
 #include <pthread.h>
@@ -181,6 +181,7 @@ int main(int argc, char **argv) {
     MUST(cudaDeviceSynchronize());
     MUST(cudaMemcpy(&bad, foreign, sizeof bad, cudaMemcpyDeviceToHost));
   }
-  printf("%s%s: %d rounds, %llu foreign writes, %.1f s\n", variant, broken ? ", broken" : "", rounds, bad, now_s() - t0);
+  printf("%s%s: %d rounds, %llu foreign writes, %.1f s\n", variant, broken ? ", broken" : "", rounds, bad,
+         now_s() - t0);
   return bad != 0;
 }

@@ -1,4 +1,4 @@
-/* 10,000 rounds of cudaMalloc, kernels and cudaFree, built by nvcc as it builds by default: with the static runtime, which
+/* 10,000 rounds of cudaMalloc, kernels and cudaFree, built as nvcc builds by default: with the static runtime, which
  * no preload of cudaMalloc reaches. Every block is filled, lives a while, is verified, and freed with its work still
  * pending. argv: rounds. ptds.cu builds the same with per-thread default streams and four threads. */
 #include "gpu.h"
