@@ -4,7 +4,7 @@
 //!
 //! Nothing here links to CUDA. `driver()` opens `libcuda.so.1` at first use.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use cudarc::driver::sys;
@@ -106,6 +106,7 @@ functions! {
         mem_info = "cuMemGetInfo_v2" (*mut usize, *mut usize);
         mem_alloc = "cuMemAlloc_v2" (*mut u64, usize);
         mem_free = "cuMemFree_v2" (u64);
+        mem_free_host = "cuMemFreeHost" (*mut c_void);
         mem_alloc_managed = "cuMemAllocManaged" (*mut u64, usize, c_uint);
         memcpy_async = "cuMemcpyAsync" (u64, u64, usize, RawStream);
         stream_is_capturing = "cuStreamIsCapturing" (RawStream, *mut c_uint);
@@ -374,6 +375,10 @@ impl Driver {
     /// Waits for the device.
     pub fn mem_free(&self, p: DevicePtr) -> CuResult<()> {
         call!((self.f.mem_free)(p))
+    }
+    /// Pinned host memory. Waits for the device.
+    pub fn mem_free_host(&self, address: usize) -> CuResult<()> {
+        call!((self.f.mem_free_host)(address as *mut c_void))
     }
     pub fn mem_alloc_managed(&self, size: usize) -> CuResult<DevicePtr> {
         out!(u64, |p| (self.f.mem_alloc_managed)(&mut p, size, sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as c_uint))

@@ -6,10 +6,11 @@
 //! ```text
 //! preload    doors: CUDA's own functions, served in any program that the library is preloaded into
 //! ffi        doors: what programs call. Check arguments, find the pool, translate errors
+//! pinned     freed pinned host memory, kept
 //! registry   context -> Pool
 //! managers   CNMeM's tree of managers, behind the cnmem door
 //! pool       bins over coalescing free space, streams, fences; the contract stands at the top of pool/mod.rs
-//! pinned     freed pinned host memory, kept
+//! ipc        blocks that another process opens
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
 //! linker, log, config, error, stats    leaves
@@ -35,11 +36,15 @@ mod config;
 mod driver;
 mod error;
 mod ffi;
+mod ipc;
 mod linker;
 mod log;
 mod managers;
+mod pinned;
 mod pool;
+mod preload;
 mod registry;
 mod source;
+mod stats;
 #[cfg(test)]
 mod testing;

@@ -35,6 +35,19 @@ pub fn loaded(name: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
+/// The file that holds `address`.
+pub fn path_of(address: usize) -> Option<std::path::PathBuf> {
+    use std::os::unix::ffi::OsStrExt;
+    // SAFETY: the struct is plain data, dladdr takes any address, and a name that it gives is NUL-terminated.
+    unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        if libc::dladdr(address as *const c_void, &mut info) == 0 || info.dli_fname.is_null() {
+            return None;
+        }
+        Some(std::ffi::OsStr::from_bytes(CStr::from_ptr(info.dli_fname).to_bytes()).into())
+    }
+}
+
 /// Where the object that holds `address` begins.
 pub fn base_of(address: usize) -> Option<usize> {
     // SAFETY: the struct is plain data, and dladdr takes any address.

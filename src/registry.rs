@@ -8,25 +8,45 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use once_cell::sync::Lazy;
 use parking_lot::{Mutex, RwLock};
 
 use crate::config::{self, Backing};
-use crate::driver::{Context, CuError, CurrentContext, DevicePtr, Driver, Stream, driver};
+use crate::driver::{self, CHANGES, Context, CuError, CurrentContext, DevicePtr, Driver, Stream, driver};
 use crate::error::Error;
-use crate::pool::Pool;
+use crate::ipc;
+use crate::pool::{EXPORTED, Pool, table};
 use crate::source::{self, Source};
 
-static POOLS: Lazy<RwLock<HashMap<Context, Arc<Pool>>>> = Lazy::new(Default::default);
+#[derive(Default)]
+struct Pools {
+    by_ctx: HashMap<Context, Arc<Pool>>,
+    /// By what the records of a pool's blocks name as their space.
+    by_space: HashMap<u16, Arc<Pool>>,
+    /// Memory of the first is open to the kernels of the second, whether or not it has a pool yet.
+    readers: Vec<(Context, Context)>,
+}
+
+static POOLS: Lazy<RwLock<Pools>> = Lazy::new(Default::default);
 /// Primary contexts that a door asked for by device ordinal; each is retained once, for the life of the process.
 static RETAINED: Lazy<Mutex<HashMap<i32, Context>>> = Lazy::new(Default::default);
+/// Held by the background thread while it makes driver calls, and by whoever ends a context: no other thread waits for it.
+static BACKGROUND: Mutex<()> = Mutex::new(());
 
 /// The pool of the calling thread's current context. `Driver(201)` when there is none.
 pub fn current_pool() -> Result<Arc<Pool>, Error> {
     let d = driver()?;
     let ctx = d.ctx_current()?.ok_or(CuError::INVALID_CONTEXT)?;
     pool_of(d, ctx)
+}
+
+/// The same for who stands in for the driver: None when the program did not get so far, or too far, for a pool.
+pub fn present_pool() -> Option<Arc<Pool>> {
+    let d = driver::present()?;
+    let ctx = d.ctx_current().ok()??;
+    pool_of(d, ctx).ok()
 }
 
 /// The pool that memory for `s` comes from: of the stream's own context when it names one, else of the current context.
@@ -60,47 +80,59 @@ pub fn pool_of_device(ordinal: i32) -> Result<Arc<Pool>, Error> {
     pool_of(d, ctx)
 }
 
+/// The pool that `p` is a live block of.
+pub fn owner_of(p: DevicePtr) -> Option<Arc<Pool>> {
+    let (_, block) = table::find(p)?;
+    POOLS.read().by_space.get(&block.space.load(Relaxed)).cloned()
+}
+
+/// The pool, the start and the bytes of the live block that holds `p`, which may lie inside it.
+pub fn block_of(p: DevicePtr) -> Option<(Arc<Pool>, DevicePtr, usize)> {
+    pools().into_iter().find_map(|pool| {
+        let (base, size) = pool.block_of(p)?;
+        Some((pool, base, size))
+    })
+}
+
 /// Frees `p` in whichever pool holds it. `UnknownPointer` when none does.
 pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
-    in_owning_pool(|pool| pool.free(p, s))
+    // No call may reach the driver once the process began to exit.
+    driver()?;
+    let shared = shared_key(p);
+    owner_of(p).ok_or(Error::UnknownPointer)?.free(p, s)?;
+    shared.into_iter().for_each(ipc::withdraw);
+    Ok(())
+}
+
+/// The key under which another process may open the block.
+fn shared_key(p: DevicePtr) -> Option<u64> {
+    let (_, block) = table::find(p)?;
+    (block.special.load(Relaxed) & EXPORTED != 0).then(|| owner_of(p).map(|pool| pool.serial_of(p)))?
 }
 
 /// Frees `p` after all work submitted to its context so far, on every stream.
-pub fn free_everywhere(p: DevicePtr) -> Result<(), Error> {
-    in_owning_pool(|pool| pool.free_everyone(p))
+pub fn free_everyone(p: DevicePtr) -> Result<(), Error> {
+    driver()?;
+    let shared = shared_key(p);
+    owner_of(p).ok_or(Error::UnknownPointer)?.free_everyone(p)?;
+    shared.into_iter().for_each(ipc::withdraw);
+    Ok(())
 }
 
 /// Marks `p` as used on `s` too, in whichever pool holds it.
 pub fn record_stream(p: DevicePtr, s: Stream) -> Result<(), Error> {
-    in_owning_pool(|pool| pool.record_stream(p, s))
-}
-
-fn in_owning_pool(mut act: impl FnMut(&Pool) -> Result<(), Error>) -> Result<(), Error> {
-    // No call may reach the driver once the process began to exit.
     driver()?;
-    // One pool is the usual case; pointers of different pools never meet, so the order does not matter.
-    let pools = POOLS.read();
-    if pools.len() == 1 {
-        let only = pools.values().next().expect("one pool").clone();
-        drop(pools);
-        return act(&only);
-    }
-    let all: Vec<Arc<Pool>> = pools.values().cloned().collect();
-    drop(pools);
-    all.iter()
-        .map(|pool| act(pool))
-        .find(|r| !matches!(r, Err(Error::UnknownPointer)))
-        .unwrap_or(Err(Error::UnknownPointer))
+    owner_of(p).ok_or(Error::UnknownPointer)?.record_stream(p, s)
 }
 
 /// Every pool there is.
 pub fn pools() -> Vec<Arc<Pool>> {
-    POOLS.read().values().cloned().collect()
+    POOLS.read().by_ctx.values().cloned().collect()
 }
 
 fn pool_of(d: &'static Driver, ctx: Context) -> Result<Arc<Pool>, Error> {
     let id = d.ctx_id(ctx)?;
-    let known = POOLS.read().get(&ctx).cloned();
+    let known = POOLS.read().by_ctx.get(&ctx).cloned();
     match known {
         Some(pool) if pool.ctx_id() == id => Ok(pool),
         _ => make_pool(d, ctx, id),
@@ -120,22 +152,204 @@ fn make_pool(d: &'static Driver, ctx: Context, id: u64) -> Result<Arc<Pool>, Err
     } else {
         Arc::new(source::device(d, ctx, ordinal))
     };
-    let pool = Arc::new(Pool::new(d, ctx, id, ordinal, source, config)?);
-    let stale = {
+    let primary = is_primary(d, ctx, ordinal);
+    let pool = Arc::new(Pool::new(d, ctx, id, (ordinal, primary), source, config)?);
+    let (stale, readers) = {
         let mut pools = POOLS.write();
-        match pools.get(&ctx) {
+        match pools.by_ctx.get(&ctx) {
             // Another thread was faster.
             Some(other) if other.ctx_id() == id => return Ok(other.clone()),
-            _ => pools.insert(ctx, pool.clone()),
+            _ => {}
         }
+        pools.by_space.insert(pool.space_id(), pool.clone());
+        let stale = pools.by_ctx.insert(ctx, pool.clone());
+        if let Some(stale) = &stale {
+            pools.by_space.remove(&stale.space_id());
+        }
+        let readers: Vec<Context> = pools.readers.iter().filter(|r| r.0 == ctx).map(|r| r.1).collect();
+        (stale, readers)
     };
     if let Some(dead) = stale {
-        log::info!(
-            "the context of device {ordinal} was destroyed; its pool of {} bytes is forgotten",
-            dead.stats().held
-        );
-        dead.abandon();
+        bury(&dead);
     }
+    readers.into_iter().for_each(|reader| pool.open_to(reader));
     log::debug!("pool for device {ordinal}, context id {id}");
+    watch_exit();
+    background();
     Ok(pool)
+}
+
+fn is_primary(d: &Driver, ctx: Context, ordinal: i32) -> bool {
+    if d.primary_is_active(ordinal) != Ok(true) {
+        return false;
+    }
+    let primary = d.primary_retain(ordinal);
+    if primary.is_ok()
+        && let Err(e) = d.primary_release(ordinal)
+    {
+        log::debug!("the primary context of device {ordinal} stays retained: {e:?}");
+    }
+    primary == Ok(ctx)
+}
+
+// ---- what the doors see ----
+
+/// Runs `end`, which ends a context: the pools that `dies` names are forgotten when it answers 0. Returns the answer, and the contexts
+/// that had a pool.
+pub fn contexts_die(dies: impl Fn(&Pool) -> bool, end: impl FnOnce() -> u32) -> (u32, Vec<Context>) {
+    // Nobody works in the background on a context that goes away meanwhile.
+    let _background = BACKGROUND.lock();
+    let code = end();
+    if code != 0 {
+        return (code, Vec::new());
+    }
+    CHANGES.fetch_add(1, Relaxed);
+    let dead: Vec<Arc<Pool>> = {
+        let mut pools = POOLS.write();
+        let dead: Vec<_> = pools.by_ctx.values().filter(|p| dies(p)).cloned().collect();
+        for pool in &dead {
+            pools.by_ctx.remove(&pool.ctx());
+            pools.by_space.remove(&pool.space_id());
+            pools.readers.retain(|r| r.0 != pool.ctx() && r.1 != pool.ctx());
+        }
+        dead
+    };
+    dead.iter().for_each(|pool| bury(pool));
+    (code, dead.iter().map(|pool| pool.ctx()).collect())
+}
+
+fn bury(dead: &Pool) {
+    log::info!(
+        "a context of device {} was destroyed; its pool of {} bytes is forgotten",
+        dead.ordinal(),
+        dead.stats().held
+    );
+    dead.abandon();
+}
+
+/// Kernels of `reader` may use memory of `owner` from now on.
+pub fn open_to(owner: Context, reader: Context) {
+    let pool = {
+        let mut pools = POOLS.write();
+        pools.readers.push((owner, reader));
+        pools.by_ctx.get(&owner).cloned()
+    };
+    if let Some(pool) = pool {
+        pool.open_to(reader);
+    }
+}
+
+/// Before a copy to the host: frees so far are done before it.
+#[inline]
+pub fn before_copy_to_host() {
+    if crate::pool::any_open() {
+        pools().iter().for_each(|pool| pool.before_copy_to_host());
+    }
+}
+
+// ---- the background thread ----
+
+/// Starts the thread that gives idle memory back, once a process, when the settings want it.
+fn background() {
+    static STARTED: Mutex<bool> = Mutex::new(false);
+    let Some(decay) = config::get().decay_ms else { return };
+    if std::mem::replace(&mut *STARTED.lock(), true) {
+        return;
+    }
+    let interval = std::time::Duration::from_millis((decay / 2).max(1));
+    // SAFETY: the sets are plain data that the calls fill in; the mask is this thread's, and is put back.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        // The new thread inherits the mask: the program's signals are for its own threads.
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let started = std::thread::Builder::new().name("gpupool".into()).spawn(move || idle_memory_goes_back(interval));
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        if let Err(e) = started {
+            log::info!("no background thread: {e}; idle memory stays");
+        }
+    }
+}
+
+fn idle_memory_goes_back(interval: std::time::Duration) {
+    loop {
+        // Asleep for good while no pool holds more than it needs.
+        crate::pool::wait_for_growth();
+        let mut quiet = 0;
+        while quiet < 4 {
+            std::thread::sleep(interval);
+            let _background = BACKGROUND.lock();
+            // Once the process exits, and in a child, the driver is not called.
+            if driver().is_err() {
+                return;
+            }
+            let mut given = 0;
+            for pool in pools() {
+                // A context that nobody sees die must be one that never does.
+                if pool.is_primary() || config::get().interpose == Some(true) || crate::pool::deaths_are_seen() {
+                    given += pool.decay().unwrap_or_else(|e| {
+                        log::debug!("idle memory stays: {e}");
+                        0
+                    });
+                }
+            }
+            quiet = if given == 0 { quiet + 1 } else { 0 };
+        }
+    }
+}
+
+// ---- exit ----
+
+/// Arranges for what is to happen at exit, once.
+pub fn watch_exit() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        if driver::present().is_none() {
+            let _ = driver();
+        }
+        driver::at_exit(|| {
+            // The background thread leaves the driver; a second is more than any of its calls takes.
+            drop(BACKGROUND.try_lock_for(std::time::Duration::from_secs(1)));
+            if config::get().report && !driver::is_forked() {
+                report();
+            }
+        });
+    });
+}
+
+/// `GPUPOOL_REPORT`: what was served, to standard error.
+fn report() {
+    use std::fmt::Write;
+    let mut out = String::from("gpupool: report\n");
+    let pools = pools();
+    let total = pools.iter().map(|p| p.stats()).fold((0, 0), |sum, s| (sum.0 + s.mallocs, sum.1 + s.frees));
+    let (runtime, of_driver) = (crate::stats::RUNTIME.counts(), crate::stats::DRIVER.counts());
+    let mut door = |name: &str, [mallocs, frees, foreign_mallocs, foreign_frees]: [u64; 4]| {
+        let _ = writeln!(
+            out,
+            "gpupool: {name} door: served {mallocs} mallocs {frees} frees, foreign {foreign_mallocs} mallocs {foreign_frees} frees"
+        );
+    };
+    door("runtime", runtime);
+    door("driver", of_driver);
+    let rest = |all: u64, at: usize| all.saturating_sub(runtime[at] + of_driver[at]);
+    door("gpupool", [rest(total.0, 0), rest(total.1, 1), 0, 0]);
+    let (pinned, hits) = (crate::stats::PINNED.load(Relaxed), crate::stats::PINNED_HITS.load(Relaxed));
+    let _ = writeln!(out, "gpupool: pinned memory: served {pinned}, from the cache {hits}");
+    for pool in pools {
+        let s = pool.stats();
+        let _ = writeln!(
+            out,
+            "gpupool: device {}: {} mallocs, {:.1} % from the cache, peak live {} MiB, peak held {} MiB, {} fences, {} waits",
+            pool.ordinal(),
+            s.mallocs,
+            100.0 * s.hits as f64 / s.mallocs.max(1) as f64,
+            s.peak_live >> 20,
+            s.peak_held >> 20,
+            s.fences,
+            s.waits
+        );
+    }
+    let _ = std::io::Write::write_all(&mut std::io::stderr(), out.as_bytes());
 }

@@ -124,7 +124,7 @@ unsafe extern "C" fn thc_free(_: *mut c_void, ptr: *mut c_void) -> c_int {
         if ptr.is_null() {
             return 0;
         }
-        crate::ffi::gpupool::code(registry::free_everywhere(ptr as u64))
+        crate::ffi::gpupool::code(registry::free_everyone(ptr as u64))
     })
 }
 

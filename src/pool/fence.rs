@@ -262,14 +262,19 @@ impl Fences {
         )
     }
 
+    /// What was marked so far is recorded already: its event can be polled from now on.
+    pub fn seal(&self) -> CuResult<()> {
+        if let Some((covered, event)) = self.take_open() {
+            self.push_pending(covered, event);
+        }
+        Ok(())
+    }
+
     /// Closes the open epoch: records an event that covers every stamp handed out so far. Does nothing when all are covered,
     /// or where the driver has no such event. Must not be called while a stream of the context is being captured: the driver
     /// answers 900 and the capture is lost.
     pub fn close(&self) -> CuResult<()> {
-        // What was marked is recorded already.
-        if let Some((covered, event)) = self.take_open() {
-            self.push_pending(covered, event);
-        }
+        self.seal()?;
         if self.stamped.load(Ordering::Acquire) <= self.covered.load(Ordering::Acquire) || !self.driver.has_ctx_fences()
         {
             return Ok(());

@@ -15,7 +15,7 @@ pub(super) const ARENAS: [Arena; 3] = [Arena::Tiny, Arena::Small, Arena::Large];
 /// Why a block's free goes the long way; the values of `Block::special`, which add up.
 pub(super) const RECORDED: u8 = 1;
 pub(super) const CAPTURED: u8 = 2;
-pub(super) const EXPORTED: u8 = 4;
+pub const EXPORTED: u8 = 4;
 /// It lies in a page that takes no new blocks.
 pub(super) const CLOSED: u8 = 8;
 
@@ -37,8 +37,8 @@ pub(super) struct Inner {
     pub pages: [BTreeMap<u64, Segment>; 3],
     /// Live blocks that are also in use on other streams: the keys of those streams.
     recorded: HashMap<BlockId, Vec<u64>>,
-    /// Blocks whose pages are closed.
-    pub exported: Vec<BlockId>,
+    /// Blocks that other processes see, and the range of their pages, which are closed.
+    pub exported: Vec<(BlockId, u64, u64)>,
     /// Ordered memory is not enough: only what is finished goes to another stream.
     pub finished_only: bool,
     /// Frees without a stream since the last bar: how many, and their bytes.

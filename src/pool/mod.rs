@@ -39,6 +39,8 @@ mod pages;
 pub mod space;
 pub mod table;
 
+pub use pages::wait_for_growth;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -51,6 +53,7 @@ use crate::source::{Arena, Source, SourceKind};
 use bins::BinTable;
 use fence::Fences;
 use inner::{CAPTURED, Inner};
+pub use inner::EXPORTED;
 use space::{BlockId, Space, round_up};
 
 const MIB: usize = 1 << 20;
@@ -88,6 +91,27 @@ pub enum User {
     Everyone,
 }
 
+/// Pools that have frees waiting for a bar.
+static OPEN_POOLS: AtomicUsize = AtomicUsize::new(0);
+/// Whether the doors see streams and contexts die, and captures begin and end.
+static DEATHS_ARE_SEEN: AtomicBool = AtomicBool::new(false);
+
+/// Whether any pool has frees waiting for a bar.
+#[inline]
+pub fn any_open() -> bool {
+    OPEN_POOLS.load(Ordering::Acquire) > 0
+}
+
+/// The doors see, from now on, streams and contexts die, and captures begin and end.
+pub fn see_deaths() {
+    DEATHS_ARE_SEEN.store(true, Ordering::Release);
+}
+
+#[inline]
+pub fn deaths_are_seen() -> bool {
+    DEATHS_ARE_SEEN.load(Ordering::Relaxed)
+}
+
 /// What the pool holds, in bytes, and what it did.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct PoolStats {
@@ -122,6 +146,7 @@ pub struct Pool {
     ctx: Context,
     ctx_id: u64,
     ordinal: i32,
+    primary: bool,
     source: Arc<dyn Source>,
     fences: Fences,
     bins: BinTable,
@@ -142,12 +167,12 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool over `source` for `ctx`, a context of device `ordinal`. Out of memory when the process has no room for its tables.
+    /// A pool over `source` for `ctx`, a context of device `ordinal`, its primary one or not. Out of memory when the process has no room for its tables.
     pub fn new(
         driver: &'static Driver,
         ctx: Context,
         ctx_id: u64,
-        ordinal: i32,
+        (ordinal, primary): (i32, bool),
         source: Arc<dyn Source>,
         config: &Config,
     ) -> Result<Pool, Error> {
@@ -157,6 +182,7 @@ impl Pool {
             ctx,
             ctx_id,
             ordinal,
+            primary,
             source,
             fences: Fences::new(driver, ctx),
             bins: BinTable::new(config.bin_growth, config.bin_steps, config.bin_min, config.bin_max),
@@ -182,6 +208,10 @@ impl Pool {
     }
     pub fn ordinal(&self) -> i32 {
         self.ordinal
+    }
+    /// Whether it is of the device's primary context, whose handle never dangles.
+    pub fn is_primary(&self) -> bool {
+        self.primary
     }
     /// What the records of the pool's blocks name as their space.
     pub fn space_id(&self) -> u16 {
@@ -264,7 +294,10 @@ impl Pool {
         let stamp = if key & CAPTURE != 0 { NEVER } else { self.fences.stamp() };
         let elsewhere = inner.was_recorded_elsewhere(b, Some(key));
         if elsewhere || inner.is_closed(b) {
-            let owner = inner.owner_after_free(b, inner.parked[arena as usize]);
+            let owner = {
+                let parked = inner.parked[arena as usize];
+                inner.owner_after_free(b, parked, stamp)
+            };
             inner.space.free(b, owner, stamp);
             return Ok(());
         }
@@ -303,11 +336,13 @@ impl Pool {
             inner.was_recorded_elsewhere(b, None);
             let done = self.fences.is_finished(stamp);
             let to = if done { inner.common } else { inner.parked };
-            let owner = inner.owner_after_free(b, to[arena as usize]);
+            let owner = inner.owner_after_free(b, to[arena as usize], stamp);
             inner.space.free(b, owner, stamp);
             if !done {
                 inner.batch = (inner.batch.0 + 1, inner.batch.1 + size);
-                self.open.store(inner.batch.0, Ordering::Release);
+                if self.open.swap(inner.batch.0, Ordering::AcqRel) == 0 {
+                    OPEN_POOLS.fetch_add(1, Ordering::AcqRel);
+                }
             }
         }
         if self.free_mode == FreeMode::Barrier && !captured {
@@ -338,7 +373,9 @@ impl Pool {
         let finished_only = {
             let mut inner = self.inner.lock();
             inner.batch = (0, 0);
-            self.open.store(0, Ordering::Release);
+            if self.open.swap(0, Ordering::AcqRel) > 0 {
+                OPEN_POOLS.fetch_sub(1, Ordering::AcqRel);
+            }
             inner.finished_only
         };
         if finished_only {
@@ -428,6 +465,35 @@ impl Pool {
         let inner = self.inner.lock();
         let largest = inner.owners().map(|o| inner.space.largest_free(o)).max().unwrap_or(0);
         ((stats.held - stats.live) as usize, largest)
+    }
+
+    /// Bytes that are held and not live.
+    pub fn idle_bytes(&self) -> usize {
+        let stats = self.stats();
+        stats.held.saturating_sub(stats.live) as usize
+    }
+
+    /// A stamp for what the context was given so far; None while that cannot be recorded.
+    pub fn mark(&self) -> Option<u64> {
+        (!fence::capturing()).then(|| self.fences.mark())
+    }
+
+    /// Whether what a mark stands for is finished, or its context gone. Never waits.
+    pub fn is_done(&self, mark: u64) -> bool {
+        if self.is_dead() || self.fences.is_finished(mark) {
+            return true;
+        }
+        if !fence::capturing() {
+            let _ = self.fences.seal().and_then(|()| self.fences.poll());
+        }
+        self.fences.is_finished(mark)
+    }
+
+    /// A number that no other block has, nor this one after its free.
+    pub fn serial_of(&self, p: DevicePtr) -> u64 {
+        let serial = self.find(p).map_or(0, |(b, block)| u64::from(b) << 32 | u64::from(block.serial.load(Ordering::Relaxed)));
+        // Clear of the driver's own numbers, which count from 1.
+        serial | 1 << 63
     }
 
     /// Start and bytes of the live block that holds `p`, which may lie inside it.

@@ -4,13 +4,15 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::inner::Inner;
+use parking_lot::{Condvar, Mutex};
+
+use super::inner::{CLOSED, EXPORTED, Inner};
 use super::space::{BlockId, GRANULE};
 use super::table;
 use super::{BATCH, BATCH_FLOOR, BATCH_SHARE, MAX_PENDING, MIB, Pool, Request, SourceKind, TINY, User};
-use crate::driver::{CurrentContext, RelaxedCapture, Stream};
+use crate::driver::{CurrentContext, DevicePtr, PageHandle, RelaxedCapture, Stream};
 use crate::error::Error;
-use crate::source::{Arena, Segment};
+use crate::source::{Arena, Segment, Shareable};
 
 /// New memory comes in pieces that grow with the pool, between these, so that a small program holds little and a large one makes
 /// few driver calls. A larger request gets what it asks for.
@@ -23,6 +25,23 @@ const MOVED: usize = 16;
 const KEPT: usize = 16 * MIB;
 /// How often an allocation that the driver refuses is tried again while other threads give memory back.
 const RETRIES: usize = 64;
+
+/// Some pool took memory since the last look.
+static GREW: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
+
+/// Blocks until some pool has taken memory since the last call.
+pub fn wait_for_growth() {
+    let mut grew = GREW.0.lock();
+    while !std::mem::replace(&mut *grew, false) {
+        GREW.1.wait(&mut grew);
+    }
+}
+
+fn tell_growth() {
+    if !std::mem::replace(&mut *GREW.0.lock(), true) {
+        GREW.1.notify_one();
+    }
+}
 
 impl Inner {
     pub fn batch_is_due(&self) -> bool {
@@ -175,6 +194,7 @@ impl Pool {
 
     /// The segment becomes free space of `user`, and the block is cut from it.
     fn add(&self, segment: Segment, want: Request, user: User) -> Result<Option<BlockId>, Error> {
+        tell_growth();
         let paged = self.source.kind() == SourceKind::Vmm;
         let refused = {
             let mut inner = self.inner.lock();
@@ -353,6 +373,9 @@ impl Pool {
     pub fn abandon(&self) {
         self.dead.store(true, Ordering::Release);
         self.fences.drop_all();
+        if self.open.swap(0, Ordering::AcqRel) > 0 {
+            super::OPEN_POOLS.fetch_sub(1, Ordering::AcqRel);
+        }
         let pages = self.inner.lock().forget();
         for page in pages {
             if self.source.kind() != SourceKind::Vmm {
@@ -375,15 +398,97 @@ impl Inner {
         Some((end, self.space.free_tail(end, owner).map_or(0, |b| self.space.size(b))))
     }
 
-    // ---- pages closed to new blocks ----
+    // ---- pages closed to new blocks: another process sees all of a page of which it was given one block ----
 
     pub fn is_closed(&self, b: BlockId) -> bool {
-        table::block(b).special.load(Ordering::Relaxed) & (super::inner::CLOSED | super::inner::EXPORTED) != 0
+        table::block(b).special.load(Ordering::Relaxed) & (CLOSED | EXPORTED) != 0
     }
 
-    /// Who owns a block's memory after its free: `usual`, unless its page takes no new blocks.
-    pub fn owner_after_free(&self, b: BlockId, usual: u32) -> u32 {
-        let _ = b;
-        usual
+    /// The pages of arena `arena` that hold part of a range: base and handles.
+    fn pages_over(&self, arena: Arena, start: u64, end: u64) -> Vec<(u64, usize, PageHandle)> {
+        let pages = &self.pages[arena as usize];
+        let first = pages.range(..=start).next_back().map_or(start, |p| *p.0);
+        let over = pages.range(first..end).filter(|(base, page)| **base + page.size as u64 > start);
+        over.map(|(&base, page)| (base, page.size, page.handles()[0].0)).collect()
+    }
+
+    /// Closes the pages of a live block, and tells of them.
+    fn close_pages(&mut self, b: BlockId) -> Shareable {
+        let (start, size, arena) = (self.space.addr(b), self.space.size(b), self.arena_of(b));
+        let pages = self.pages_over(arena, start, start + size as u64);
+        let (from, to) = (pages[0].0, pages.last().map_or(0, |p| p.0 + p.1 as u64));
+        self.flush_all();
+        for o in self.owners().collect::<Vec<_>>() {
+            for free in self.space.free_blocks_from(o, GRANULE) {
+                self.close_part(free, from, to, self.closed[arena as usize]);
+            }
+        }
+        for live in self.space.live_blocks(None) {
+            if self.space.addr(live) < to && self.space.addr(live) + self.space.size(live) as u64 > from {
+                table::block(live).special.fetch_or(CLOSED, Ordering::Relaxed);
+            }
+        }
+        table::block(b).special.fetch_or(EXPORTED, Ordering::Relaxed);
+        self.exported.push((b, from, to));
+        Shareable {
+            offset: (start - from) as usize,
+            size,
+            ordinal: 0,
+            pages: pages.iter().map(|&(_, size, handle)| (handle, size)).collect(),
+        }
+    }
+
+    /// The part of a free block that lies in a range goes to `owner`.
+    fn close_part(&mut self, mut b: BlockId, from: u64, to: u64, owner: u32) {
+        let (start, end) = (self.space.addr(b), self.space.addr(b) + self.space.size(b) as u64);
+        if end <= from || start >= to {
+            return;
+        }
+        if start < from {
+            let (_, Some(rest)) = self.space.split(b, (from - start) as usize) else { return };
+            b = rest;
+        }
+        if end > to {
+            let size = (to - self.space.addr(b)) as usize;
+            self.space.split(b, size);
+        }
+        self.space.set_owner(b, owner);
+    }
+
+    /// Who owns a block's memory after its free: `usual`, unless its pages take no new blocks. When the last block that kept them
+    /// closed is freed, they open again: what waited there goes to the parked owners, as freed now.
+    pub fn owner_after_free(&mut self, b: BlockId, usual: u32, stamp: u64) -> u32 {
+        if !self.is_closed(b) {
+            return usual;
+        }
+        let (start, end) = (self.space.addr(b), self.space.addr(b) + self.space.size(b) as u64);
+        let arena = self.arena_of(b);
+        self.exported.retain(|e| e.0 != b);
+        let still = |from: u64, to: u64, all: &[(BlockId, u64, u64)]| all.iter().any(|e| e.1 < to && e.2 > from);
+        for free in self.space.free_blocks_from(self.closed[arena as usize], GRANULE) {
+            let (from, to) = (self.space.addr(free), self.space.addr(free) + self.space.size(free) as u64);
+            if !still(from, to, &self.exported) {
+                let owner = self.parked[arena as usize];
+                table::block(free).stamp.store(stamp, Ordering::Relaxed);
+                self.space.set_owner(free, owner);
+            }
+        }
+        if still(start, end, &self.exported) { self.closed[arena as usize] } else { self.parked[arena as usize] }
+    }
+}
+
+impl Pool {
+    /// The block that starts at `p` is to be seen by another process: its pages take no new blocks and stay put until it is freed.
+    /// `Ok(None)` when it is a whole block of the driver's own, which has its own handles; an error for part of one, whose handle would
+    /// show the neighbours.
+    pub fn share(&self, p: DevicePtr) -> Result<Option<Shareable>, Error> {
+        self.drain_magazines();
+        let mut inner = self.inner.lock();
+        let (b, size, arena) = inner.live(p).ok_or(Error::UnknownPointer)?;
+        if self.source.kind() != SourceKind::Vmm {
+            let whole = inner.pages[arena as usize].get(&p).is_some_and(|page| page.size == size);
+            return if whole { Ok(None) } else { Err(Error::InvalidArgument) };
+        }
+        Ok(Some(Shareable { ordinal: self.ordinal, ..inner.close_pages(b) }))
     }
 }

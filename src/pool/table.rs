@@ -65,6 +65,8 @@ pub struct Block {
     pub space: AtomicU16,
     /// For whoever keeps blocks whole: the bin, plus one; 0 is none.
     pub bin: AtomicU16,
+    /// Tells the lives of a block apart.
+    pub serial: AtomicU32,
     state: AtomicU8,
     /// Anything but 0: the block is not as others, and its free goes the long way.
     pub special: AtomicU8,

@@ -14,7 +14,7 @@ fn pool(sim: &Sim, ordinal: i32) -> Arc<Pool> {
     let ctx = sim.context(ordinal);
     let d = sim.driver;
     let source = Arc::new(crate::source::vmm(d, ordinal).expect("simcuda has VMM"));
-    Arc::new(Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), ordinal, source, &config()).unwrap())
+    Arc::new(Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), (ordinal, true), source, &config()).unwrap())
 }
 
 /// Everything goes back: what the test left is a leak.

@@ -70,6 +70,16 @@ impl Segment {
     }
 }
 
+/// A block that another process is to see: the pages it lies in, side by side, and where in them.
+#[derive(Debug)]
+pub struct Shareable {
+    pub pages: Vec<(PageHandle, usize)>,
+    /// Bytes from the first page's start.
+    pub offset: usize,
+    pub size: usize,
+    pub ordinal: i32,
+}
+
 pub trait Source: Send + Sync {
     /// A contiguous range of `size` bytes or a little more, 512-byte aligned or better. On failure nothing is held.
     fn acquire(&self, arena: Arena, size: usize) -> CuResult<Segment>;

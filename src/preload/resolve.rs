@@ -1,0 +1,129 @@
+//! Who gets ours instead of the driver's.
+//!
+//! The real resolver is asked first, and its answer exchanged by *address*: a map from every exported variant of each function served
+//! to ours, built once when the driver is there. Names, versions and flags then come out right by construction.
+//!
+//! `dlsym` is the only function written in assembly. It jumps into libc's with the stack as it was, so that `RTLD_NEXT` still sees
+//! who asked; only names that begin with `cu` take the longer way. x86-64.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::sync::atomic::Ordering::Relaxed;
+
+use once_cell::sync::OnceCell;
+
+use super::hooks::hooks;
+use super::{memory, order};
+use crate::linker;
+
+#[cfg(not(test))]
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    core::arch::naked_asm!(
+        "test rsi, rsi",
+        "je 2f",
+        "cmp byte ptr [rsi], 'c'",
+        "jne 2f",
+        "cmp byte ptr [rsi + 1], 'u'",
+        "je 3f",
+        // Not CUDA's: libc's dlsym, as if it had been called itself.
+        "2:",
+        "mov rax, [rip + {known}]",
+        "test rax, rax",
+        "je 4f",
+        "jmp rax",
+        // Perhaps CUDA's. The third argument is who asks.
+        "3:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "mov rdx, [rsp + 24]",
+        "call {cuda}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test rax, rax",
+        "je 2b",
+        "ret",
+        // The first look-up of the process.
+        "4:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {find}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        known = sym linker::REAL_DLSYM,
+        cuda = sym cuda_symbol,
+        find = sym linker::find_dlsym,
+    )
+}
+
+/// Ours for the symbol, or what the real resolver says of it; NULL leaves the question to libc's dlsym.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn cuda_symbol(handle: *mut c_void, name: *const c_char, caller: usize) -> *mut c_void {
+    crate::ffi::guard::guard(std::ptr::null_mut(), || {
+        // Relative look-ups depend on who asks, and find this library by its place among the others.
+        if handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT || !super::active() {
+            return std::ptr::null_mut();
+        }
+        // SAFETY: dlsym's caller passes a NUL-terminated name.
+        let found = linker::dlsym(handle, unsafe { CStr::from_ptr(name) });
+        let Some(found) = found else { return std::ptr::null_mut() };
+        match ours(found) {
+            // The driver's own look-ups find its own functions.
+            Some(ours) if linker::base_of(caller) != linker::base_of(found) => ours as *mut c_void,
+            _ => found as *mut c_void,
+        }
+    })
+}
+
+/// What stands in for the driver's function at `address`.
+fn ours(address: usize) -> Option<usize> {
+    served()?.get(&address).copied()
+}
+
+/// The driver's functions that are served: their addresses, and ours. None while no driver is loaded.
+fn served() -> Option<&'static HashMap<usize, usize>> {
+    static SERVED: OnceCell<HashMap<usize, usize>> = OnceCell::new();
+    SERVED
+        .get_or_try_init(|| {
+            let driver = linker::loaded(c"libcuda.so.1").ok_or(())?;
+            let mut map = HashMap::new();
+            for hook in [TABLE, memory::TABLE, order::TABLE].into_iter().flatten() {
+                if let Some(real) = linker::dlsym(driver, hook.name) {
+                    hook.real.store(real, Relaxed);
+                    map.insert(real, (hook.ours)() as usize);
+                }
+            }
+            crate::registry::watch_exit();
+            Ok::<_, ()>(map)
+        })
+        .ok()
+}
+
+/// Exchanges a successful answer.
+fn exchange(code: u32, found: *mut *mut c_void) -> u32 {
+    if code == 0 && !found.is_null() {
+        // SAFETY: the driver just wrote there.
+        unsafe {
+            if let Some(ours) = ours(*found as usize) {
+                *found = ours as *mut c_void;
+            }
+        }
+    }
+    code
+}
+
+hooks! {
+    table TABLE;
+    fn [cuGetProcAddress] (name: *const c_char, found: *mut *mut c_void, version: c_int, flags: u64) = |real, _name| {
+        exchange(real(name, found, version, flags), found)
+    };
+    fn [cuGetProcAddress_v2] (
+        name: *const c_char, found: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int
+    ) = |real, _name| exchange(real(name, found, version, flags, status), found);
+}
