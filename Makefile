@@ -45,7 +45,9 @@ simcuda:
 	  && cp -u target/debug/libsimcuda_runtime.so $(SIM)/libcudart.so.13 && cp -u target/debug/libsimcuda_runtime.a $(SIM)/libcudart_static.a \
 	  && cd $(SIM) && ln -sf libcudart.so.13 libcudart.so.12 && ln -sf libcudart.so.13 libcudart.so
 
-c-programs: $(PROGRAMS:%=$(CBIN)/%) $(CBIN)/static_runtime
+PRELOAD_PROGRAMS := $(patsubst tests/c/preload/%.c,%,$(wildcard tests/c/preload/*.c)) preload_static
+PRELOAD_LIBS := liba libb libproxy libctor
+c-programs: $(PROGRAMS:%=$(CBIN)/%) $(CBIN)/static_runtime $(PRELOAD_PROGRAMS:%=$(CBIN)/preload/%)
 $(CBIN)/%: tests/c/%.c tests/c/check.h include/cnmem.h include/gpupool.h | simcuda $(RELEASE)/libgpupool.so.0
 	@mkdir -p $(CBIN)
 	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lgpupool -lcudart -ldl -lpthread
@@ -56,6 +58,21 @@ $(CBIN)/%: c_examples/%.c include/cnmem.h include/gpupool.h | simcuda $(RELEASE)
 $(CBIN)/static_runtime: c_examples/quickstart.c include/cnmem.h | simcuda $(RELEASE)/libgpupool.so.0
 	@mkdir -p $(CBIN)
 	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(RELEASE) -lgpupool $(SIM)/libcudart_static.a -ldl -lpthread -lm
+
+# The preload door's: they know nothing of gpupool. resolve comes with two libraries that stand one behind the other, life
+# with one that uses CUDA in its constructor.
+PRELOAD_LINK = -L$(SIM) -L$(CBIN)/preload -lcudart -l:libcuda.so.1 -ldl -lpthread -Wl,-rpath,'$$ORIGIN'
+$(CBIN)/preload/resolve: PRELOAD_LINK := -Wl,--no-as-needed -L$(CBIN)/preload -la -lb $(PRELOAD_LINK)
+$(CBIN)/preload/dlopen_only: PRELOAD_LINK := -ldl
+$(CBIN)/preload/lib%.so: tests/c/preload/lib/lib%.c | simcuda
+	@mkdir -p $(CBIN)/preload
+	$(CC) $(CFLAGS_C) $(SIM_INC) -shared -fPIC $< -o $@ -L$(SIM) $(if $(filter ctor,$*),-lcudart) -ldl
+$(CBIN)/preload/preload_static: tests/c/preload/static/plain.c tests/c/check.h | simcuda
+	@mkdir -p $(CBIN)/preload
+	$(CC) $(CFLAGS_C) $(SIM_INC) $< -o $@ $(SIM)/libcudart_static.a -ldl -lpthread -lm
+$(filter-out %/preload_static,$(PRELOAD_PROGRAMS:%=$(CBIN)/preload/%)): $(CBIN)/preload/%: tests/c/preload/%.c tests/c/check.h tests/c/preload/driver.h | simcuda $(PRELOAD_LIBS:%=$(CBIN)/preload/%.so)
+	@mkdir -p $(CBIN)/preload
+	$(CC) $(CFLAGS_C) $(SIM_INC) $< -o $@ $(PRELOAD_LINK)
 
 # On a GPU when the driver sees one and there is a toolkit to compile against; else on simcuda.
 demo: build

@@ -20,7 +20,7 @@ driver_fns! {
         }
         drop(state());
         call::initialize();
-        Ok(())
+        crate::quirks::at_init()
     }
 
     any_time fn cuDriverGetVersion(version: *mut c_int) {

@@ -19,6 +19,7 @@
 //! - `memory`, `host`, `pools`, `copy`, `pointer`, `vmm`, `ipc`: the API of memory.
 //! - `absent`: functions that exist and are not modelled; calling one aborts with its name.
 //! - `proc_address`: `cuGetProcAddress`, and what an older driver lacks.
+//! - `quirks`: oddities of drivers, on demand.
 //! - `control`: the `simcuda...` functions that tests steer it with.
 //!
 //! # Settings
@@ -30,6 +31,9 @@
 //! | `SIMCUDA_DRIVER` | 13000 | version; what came later is neither exported nor found |
 //! | `SIMCUDA_FAIL` | | `name:nth[:code]` or `name:every:n[:code]`, comma separated; code 2 unless given |
 //! | `SIMCUDA_DELAY_US` | 0 | before each memset and copy the stream sleeps a random time up to this |
+//! | `SIMCUDA_LACKS` | | exported functions, comma separated, that this driver lacks |
+//! | `SIMCUDA_SELF_LOOKUP` | 0 | 1: `cuInit` looks own symbols up with `dlsym`, and fails with 999 if it gets others |
+//! | `SIMCUDA_INIT_THREAD` | 0 | 1: `cuInit` starts a thread that calls `cuInit` through `dlsym`, and joins it |
 //! | `SIMCUDA_TRACE` | | file to which a line is appended for each call: name, result |
 //!
 //! # Locks, in order
@@ -63,6 +67,7 @@ mod memory;
 mod pointer;
 mod pools;
 mod proc_address;
+mod quirks;
 mod state;
 mod stream;
 #[cfg(test)]

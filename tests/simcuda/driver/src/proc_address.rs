@@ -18,17 +18,27 @@ use crate::ipc::*;
 use crate::memory::*;
 use crate::pointer::*;
 use crate::pools::*;
+use crate::quirks;
 use crate::stream::*;
 use crate::vmm::*;
 
 /// One exported variant of a function.
 struct Variant {
     name: &'static str,
+    /// The exported function.
+    symbol: &'static str,
     /// The version of CUDA that brought it.
     since: c_int,
     address: usize,
     /// The same with the calling thread's own stream as the NULL stream.
     per_thread: Option<usize>,
+}
+
+impl Variant {
+    /// Whether the driver that this one stands for has it.
+    fn is_there(&self) -> bool {
+        self.since <= config::get().version && !quirks::lacks(self.symbol)
+    }
 }
 
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
@@ -68,7 +78,7 @@ fn look_up(symbol: *const c_char, version: c_int, flags: u64) -> CuResult<(*mut 
     let name = unsafe { CStr::from_ptr(symbol) }.to_str().map_err(|_| INVALID_VALUE)?;
     let (mut found, mut status) = (0, NOT_THERE);
     // The table is in order of versions: the last that fits is the newest.
-    for variant in table().iter().filter(|v| v.name == name && v.since <= config::get().version) {
+    for variant in table().iter().filter(|v| v.name == name && v.is_there()) {
         if variant.since <= version {
             let per_thread = variant.per_thread.filter(|_| flags == PER_THREAD_DEFAULT_STREAM);
             (found, status) = (per_thread.unwrap_or(variant.address), FOUND);
@@ -84,15 +94,14 @@ fn look_up(symbol: *const c_char, version: c_int, flags: u64) -> CuResult<(*mut 
 extern "C" fn on_load() {
     crate::fault::read_environment();
     crate::engine::read_environment();
-    hide_what_is_newer();
+    hide_what_is_missing();
 }
 
 /// Hides from `dlsym` what a driver of the version that was asked for lacks: its entry in this library's own symbol table
 /// loses its address.
-fn hide_what_is_newer() {
-    let version = config::get().version;
-    let newer = table().iter().filter(|variant| variant.since > version);
-    for address in newer.flat_map(|variant| [Some(variant.address), variant.per_thread]).flatten() {
+fn hide_what_is_missing() {
+    let missing = table().iter().filter(|variant| !variant.is_there());
+    for address in missing.flat_map(|variant| [Some(variant.address), variant.per_thread]).flatten() {
         hide(address);
     }
 }
@@ -132,6 +141,7 @@ macro_rules! variants {
         vec![$($(
             Variant {
                 name: stringify!($name),
+                symbol: stringify!($symbol),
                 since: $since,
                 address: $symbol as *const () as usize,
                 per_thread: variants!(@per_thread $($pt)?),

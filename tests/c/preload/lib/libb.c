@@ -1,0 +1,2 @@
+int foo(void);
+int foo(void) { return 1; }
