@@ -1,6 +1,7 @@
 //! Contexts: primary and created ones, the calling thread's stack of them, fences over a whole context.
 
 use std::cell::RefCell;
+use std::mem::ManuallyDrop;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
@@ -86,8 +87,9 @@ impl Context {
 }
 
 thread_local! {
-    /// The contexts pushed on this thread, the current one last.
-    static STACK: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// The contexts pushed on this thread, the current one last. Without a destructor: exit handlers run after those of the
+    /// main thread, and still have their context.
+    static STACK: ManuallyDrop<RefCell<Vec<usize>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     static THREAD: Thread = Thread::new();
 }
 
