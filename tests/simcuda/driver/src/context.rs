@@ -1,9 +1,9 @@
 //! Contexts: primary and created ones, the calling thread's stack of them, fences over a whole context.
 
 use std::cell::RefCell;
-use std::mem::ManuallyDrop;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
