@@ -103,7 +103,7 @@ impl Outcome {
 /// Runs target/c/`name`. `LD_PRELOAD` is the program's alone, not that of what runs it.
 fn launch(with: With, name: &str, args: &[&str], env: &[(&str, &str)]) -> Outcome {
     let mut c = Command::new("timeout");
-    c.args(["-s", "KILL", "150", "env"]);
+    c.args(["-s", "KILL", "600", "env"]);
     c.arg(format!("LD_LIBRARY_PATH={0}/target/simcuda:{0}/target/release", root().display()));
     c.arg("GPUPOOL_REPORT=1");
     if with == With::Preload {
@@ -297,7 +297,10 @@ fn what_is_cached_goes_back_before_memory_is_short() {
 
 // ---- Order
 
+/// `GPUPOOL_ORDER_ROUNDS` for longer runs: minutes a mode with 100,000.
 fn order(mode: &str, rounds: &str) {
+    let longer = std::env::var("GPUPOOL_ORDER_ROUNDS");
+    let rounds = longer.as_deref().unwrap_or(rounds);
     for env in WAYS {
         let report = both("order", &[mode, rounds], env).report();
         assert!(report.served() > 0 || mode == "pinned", "{mode} {env:?}: {report:?}");
