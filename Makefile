@@ -17,16 +17,18 @@ PROGRAMS := driver_facts cnmem_contract pool_contract process stress quickstart 
 # A real runtime to compile the demo against: CUDA_HOME, else where nvcc is, on the path or in its usual place.
 CUDA_HOME ?= $(shell n=$$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null) && dirname $$(dirname $$(readlink -f $$n)))
 
-.PHONY: help build demo test check headers install gpu-check gpu-bundle clean c-programs simcuda
+.PHONY: help build demo test check headers install gpu-check gpu-bench gpu-bundle bench bench-libraries clean c-programs simcuda
 help:
 	@echo "make demo        build everything, then train on bare cudaMalloc and on the pool; on a GPU if there is one"
 	@echo "make test        all tests, on simcuda: no GPU is needed"
 	@echo "make check       format, lints, header drift, all tests and examples: what must pass before a commit"
+	@echo "make bench       the library's figures on simcuda, one a line; BENCH_ARGS=--no-preload"
 	@echo "make build       libgpupool, simcuda and the C programs"
 	@echo "make headers     write include/*.h anew"
 	@echo "make install     PREFIX=$(PREFIX) DESTDIR="
 	@echo "make gpu-bundle  what a GPU machine without Rust needs, in target/gpu-bundle"
 	@echo "make gpu-check   run the bundle here: needs a GPU, CUDA's toolkit and gcc"
+	@echo "make gpu-bench   the bundle's figures here; PEERS=<folder of the peers' benchmark> adds theirs"
 	@echo "make clean"
 
 build: $(RELEASE)/libgpupool.so.0 simcuda c-programs
@@ -93,6 +95,18 @@ check: build
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	$(MAKE) test
 
+# Standard output is the figures and nothing else.
+bench:
+	@$(MAKE) --no-print-directory bench-libraries >&2
+	@$(CARGO) bench -q --bench figures -- $(BENCH_ARGS)
+
+# simcuda, optimised: its own cost must not drown the library's.
+SIM_FAST := target/simcuda-release
+bench-libraries: $(RELEASE)/libgpupool.so.0
+	$(CARGO) build --release -p simcuda-driver -p simcuda-runtime
+	@mkdir -p $(SIM_FAST) && cp -u $(RELEASE)/libsimcuda_driver.so $(SIM_FAST)/libcuda.so.1 \
+	  && cp -u $(RELEASE)/libsimcuda_runtime.so $(SIM_FAST)/libcudart.so.13 && ln -sf libcudart.so.13 $(SIM_FAST)/libcudart.so
+
 headers:
 	$(CARGO) build --release -p gpupool
 	@mkdir -p include && for h in cnmem gpupool; do cp "$$(ls -t $(RELEASE)/build/gpupool-*/out/$$h.h | head -1)" include/$$h.h; done
@@ -108,13 +122,17 @@ install: $(RELEASE)/libgpupool.so.0
 
 gpu-bundle: $(RELEASE)/libgpupool.so.0
 	@rm -rf target/gpu-bundle && mkdir -p target/gpu-bundle
-	@cp -r include tests/c c_examples tests/gpu target/gpu-bundle/ && mv target/gpu-bundle/gpu/run.sh target/gpu-bundle/
+	@cp -r include tests/c c_examples tests/gpu target/gpu-bundle/ && mv target/gpu-bundle/gpu/run.sh target/gpu-bundle/ \
+	  && cp -r benches/gpu target/gpu-bundle/bench
 	@cp $(RELEASE)/libgpupool.so target/gpu-bundle/libgpupool.so.0 && strip --strip-debug target/gpu-bundle/libgpupool.so.0 \
 	  && cd target/gpu-bundle && ln -sf libgpupool.so.0 libgpupool.so && ln -sf libgpupool.so.0 libcnmem.so.1
 	@du -sh target/gpu-bundle; [ $$(du -sm target/gpu-bundle | cut -f1) -lt 40 ] || { echo "the bundle must stay under 40 MiB" >&2; exit 1; }
 
 gpu-check: gpu-bundle
 	target/gpu-bundle/run.sh
+
+gpu-bench: gpu-bundle
+	@target/gpu-bundle/bench/bench.sh
 
 clean:
 	$(CARGO) clean

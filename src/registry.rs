@@ -94,6 +94,11 @@ pub fn block_of(p: DevicePtr) -> Option<(Arc<Pool>, DevicePtr, usize)> {
     })
 }
 
+/// Whether `p` lies in some pool's memory and in no live block: to the program there is nothing.
+pub fn is_idle(p: DevicePtr) -> bool {
+    block_of(p).is_none() && pools().iter().any(|pool| pool.holds(p))
+}
+
 /// Frees `p` in whichever pool holds it. `UnknownPointer` when none does.
 pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
     // No call may reach the driver once the process began to exit.

@@ -230,7 +230,10 @@ impl Pool {
     /// Memory for work submitted to any stream of the context from now on.
     pub fn malloc_everyone(&self, size: usize) -> Result<DevicePtr, Error> {
         let want = self.request(size)?;
-        self.serve(want, User::Everyone).map(|b| table::block(b).addr.load(Ordering::Relaxed))
+        let block = table::block(self.serve(want, User::Everyone)?);
+        let waste = block.size.load(Ordering::Relaxed) - size as u64;
+        block.waste.store(waste.try_into().unwrap_or(0), Ordering::Relaxed);
+        Ok(block.addr.load(Ordering::Relaxed))
     }
 
     #[inline]
@@ -303,6 +306,7 @@ impl Pool {
         }
         let block = table::block(b);
         block.special.store(0, Ordering::Relaxed);
+        block.waste.store(0, Ordering::Relaxed);
         let bin = block.bin.load(Ordering::Relaxed) as usize;
         if bin > 0 && inner.stats.cached as usize + size <= self.cached_share(&inner) {
             inner.cache(b, key, bin - 1, self.bins.len(), stamp);
@@ -496,11 +500,22 @@ impl Pool {
         serial | 1 << 63
     }
 
-    /// Start and bytes of the live block that holds `p`, which may lie inside it.
+    /// Start of the live block that holds `p`, which may lie inside it, and the bytes that were asked for.
     pub fn block_of(&self, p: DevicePtr) -> Option<(DevicePtr, usize)> {
         let inner = self.inner.lock();
         let b = inner.space.lookup(p).or_else(|| inner.space.containing(p))?;
-        Some((inner.space.addr(b), inner.space.size(b)))
+        let asked = inner.space.size(b) - table::block(b).waste.load(Ordering::Relaxed) as usize;
+        let start = inner.space.addr(b);
+        (p < start + asked as u64).then_some((start, asked))
+    }
+
+    /// Whether `p` lies in the pool's memory, live or not.
+    pub fn holds(&self, p: DevicePtr) -> bool {
+        let inner = self.inner.lock();
+        let page = |pages: &std::collections::BTreeMap<u64, crate::source::Segment>| {
+            pages.range(..=p).next_back().is_some_and(|(&base, page)| p < base + page.size as u64)
+        };
+        inner.pages.iter().any(page)
     }
 
     /// Walks the invariants. Err says which does not hold.

@@ -178,6 +178,7 @@ impl Space {
         block.set_state(State::Free);
         block.special.store(0, Relaxed);
         block.bin.store(0, Relaxed);
+        block.waste.store(0, Relaxed);
         block.serial.fetch_add(1, Relaxed);
         block.owner.store(o, Relaxed);
         block.stamp.store(stamp, Relaxed);

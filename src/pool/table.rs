@@ -65,6 +65,8 @@ pub struct Block {
     pub space: AtomicU16,
     /// For whoever keeps blocks whole: the bin, plus one; 0 is none.
     pub bin: AtomicU16,
+    /// How many bytes fewer were asked for, where somebody wants to know.
+    pub waste: AtomicU32,
     /// Tells the lives of a block apart.
     pub serial: AtomicU32,
     state: AtomicU8,

@@ -39,6 +39,7 @@ fn find(slot: &AtomicUsize, name: &CStr) -> Option<usize> {
 macro_rules! hooks {
     (table $table:ident; $($(#[$meta:meta])* fn [$($variant:ident),+] $args:tt = |$real:ident, $name:ident| $body:expr;)*) => {
         $($($crate::preload::hooks::hook!($variant $args |$real, $name| $body);)+)*
+        #[allow(dead_code)]
         pub static $table: &[$crate::preload::hooks::Hook] = &[$($($crate::preload::hooks::Hook {
             name: $variant::NAME,
             ours: || $variant as *const std::ffi::c_void,
@@ -49,6 +50,7 @@ macro_rules! hooks {
 
 macro_rules! hook {
     ($variant:ident ($($arg:ident: $t:ty),*) |$real:ident, $name:ident| $body:expr) => {
+        #[allow(non_snake_case)]
         mod $variant {
             pub const NAME: &std::ffi::CStr = match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($variant), "\0").as_bytes()) {
                 Ok(name) => name,
@@ -57,6 +59,7 @@ macro_rules! hook {
             pub static REAL: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
         }
         #[cfg_attr(not(test), unsafe(no_mangle))]
+        #[allow(non_snake_case)]
         pub unsafe extern "C" fn $variant($($arg: $t),*) -> u32 {
             let Some(address) = $crate::preload::hooks::real(&$variant::REAL, $variant::NAME) else {
                 return $crate::preload::NOT_FOUND;

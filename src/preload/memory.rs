@@ -155,11 +155,18 @@ hooks! {
                 if !size.is_null() { size.write(bytes) }
                 0
             },
-            None => real(base, size, p),
+            // The driver would tell of the page.
+            None => if registry::is_idle(p) { 1 } else { real(base, size, p) },
         }
     };
     fn [cuPointerGetAttribute] (out: Raw, attribute: c_int, p: DevicePtr) = |real, _name| {
-        if pool_attribute(attribute, p, out) { 0 } else { real(out, attribute, p) }
+        if pool_attribute(attribute, p, out) {
+            0
+        } else if registry::is_idle(p) {
+            1
+        } else {
+            real(out, attribute, p)
+        }
     };
     fn [cuPointerGetAttributes] (n: c_uint, attributes: *const c_int, out: *mut Raw, p: DevicePtr) = |real, _name| {
         let code = real(n, attributes, out, p);
