@@ -84,7 +84,10 @@ fn threads(pool: &Pool, gpu: &Gpu, count: usize) {
                 });
             }
             go.wait();
-            (n * count) as f64 * 1e3 / nanoseconds(|| drop(done.wait()))
+            let taken = nanoseconds(|| {
+                done.wait();
+            });
+            (n * count) as f64 * 1e3 / taken
         })
     };
     once();
