@@ -306,21 +306,28 @@ fn idle_memory_goes_back(interval: std::time::Duration) {
 
 // ---- exit ----
 
-/// Arranges for what is to happen at exit, once.
-pub fn watch_exit() {
+/// The background thread is out of the driver once the process began to exit.
+fn watch_exit() {
     static ONCE: std::sync::Once = std::sync::Once::new();
-    ONCE.call_once(|| {
-        if driver::present().is_none() {
-            let _ = driver();
+    // A second is more than any of its calls takes.
+    ONCE.call_once(|| driver::at_exit(|| drop(BACKGROUND.try_lock_for(std::time::Duration::from_secs(1)))));
+    report_at_exit();
+}
+
+/// Arranges for the report, if the settings want one.
+pub fn report_at_exit() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    extern "C" fn at_exit() {
+        if !driver::is_forked() {
+            report();
         }
-        driver::at_exit(|| {
-            // The background thread leaves the driver; a second is more than any of its calls takes.
-            drop(BACKGROUND.try_lock_for(std::time::Duration::from_secs(1)));
-            if config::get().report && !driver::is_forked() {
-                report();
-            }
+    }
+    if config::get().report {
+        // SAFETY: the handler makes no call into the driver; the library is never unloaded (-z nodelete).
+        ONCE.call_once(|| unsafe {
+            libc::atexit(at_exit);
         });
-    });
+    }
 }
 
 /// `GPUPOOL_REPORT`: what was served, to standard error.

@@ -24,7 +24,7 @@ impl Ranges {
     /// Exactly the range from `base` on; false when part of it is taken.
     pub fn take_at(&mut self, base: u64, size: usize) -> bool {
         let Some((&start, &whole)) = self.free.range(..=base).next_back() else { return false };
-        let (end, free_end) = (base + size as u64, start + whole as u64);
+        let (end, free_end) = (base.saturating_add(size as u64), start + whole as u64);
         if end > free_end {
             return false;
         }

@@ -157,7 +157,8 @@ impl VmmSource {
     }
 
     fn rounded(&self, size: usize) -> CuResult<usize> {
-        size.checked_next_multiple_of(self.granularity).ok_or(CuError::OUT_OF_MEMORY)
+        let rounded = size.checked_next_multiple_of(self.granularity).filter(|&size| size <= self.total);
+        rounded.ok_or(CuError::OUT_OF_MEMORY)
     }
 
     /// Unmaps pages; goes on after an error and tells of the first. Pages that cannot be unmapped keep their addresses, so that

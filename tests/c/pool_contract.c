@@ -136,9 +136,12 @@ static void giving_back(void) {
   EQ(gpupoolFree(go, NULL), 0);
   MUST(cudaDeviceSynchronize());
   size_t before = device_free();
+  MUST(gpupoolGetStats(&s));
+  uint64_t held = s.held;
   EQ(gpupoolTrim(0), 0);
   MUST(gpupoolGetStats(&s));
-  CHECK(device_free() > before);
+  /* Preloaded, what the pool holds idle counts as free already. */
+  CHECK(s.held + 100 * MB < held && device_free() >= before);
   EQ(byte_at(keep), 7);
   EQ(gpupoolFree(keep, NULL), 0);
 }
