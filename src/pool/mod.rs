@@ -245,7 +245,9 @@ impl Pool {
             let arena = if size < TINY { Arena::Tiny } else { Arena::Small };
             return Ok(Request { size, arena, bin: Some(bin) });
         }
-        let size = round_up(size).ok_or(Error::OutOfMemory { asked: size, detail: None })?;
+        // Half of all addresses is far from any device, and leaves room to reckon.
+        let rounded = round_up(size).filter(|&size| size <= isize::MAX as usize);
+        let size = rounded.ok_or(Error::OutOfMemory { asked: size, detail: None })?;
         // Without bins there are small exact ones.
         let arena = if size < TINY { Arena::Tiny } else { Arena::Large };
         Ok(Request { size, arena, bin: None })
