@@ -26,7 +26,7 @@ pub const SETTINGS: &[Setting] = &[
     opt("GPUPOOL_BIN_STEPS", "integer, 1 to 64", "8", "bins from one power to the next; 1 is CUB's own behaviour"),
     opt("GPUPOOL_BIN_MIN", "size", "512", "the smallest bin"),
     opt("GPUPOOL_BIN_MAX", "size", "1m", "larger requests are not binned: they keep their size to 512 bytes"),
-    opt("GPUPOOL_MAX_CACHED", "size", "a quarter of the live peak, 16m at least", "how much the bins of one context may keep"),
+    opt("GPUPOOL_MAX_CACHED", "size", "a quarter of the live peak, 32m at least", "how much the bins of one context may keep"),
     opt("GPUPOOL_INIT_PERCENT", "number, over 0 to 99", "10", "what `cnmemInit` takes of the device for size 0"),
     opt("GPUPOOL_INIT_SHRINK", "number, over 0 under 1", "off", "`cnmemInit` retries a size that cannot be had, each time this much of it"),
     opt("GPUPOOL_BACKING", "`vmm` or `malloc`", "vmm", "memory in pages, or whole `cuMemAlloc` blocks; without VMM it is always the latter"),

@@ -6,6 +6,7 @@
 //! ```text
 //! preload    doors: CUDA's own functions, served in any program that the library is preloaded into
 //! ffi        doors: what programs call. Check arguments, find the pool, translate errors
+//! cache      magazines of ready blocks, by thread and stream
 //! pinned     freed pinned host memory, kept
 //! registry   context -> Pool
 //! managers   CNMeM's tree of managers, behind the cnmem door
@@ -13,7 +14,7 @@
 //! ipc        blocks that another process opens
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
-//! linker, log, config, error, stats    leaves
+//! linker, log, config, error, stats, sync, arch    leaves
 //! ```
 //!
 //! # One cold allocation, step by step
@@ -32,6 +33,8 @@
 //! CUB records an event per free and searches blocks by binned size alone. Here a free records nothing (a stamp is read),
 //! large blocks coalesce, and memory moves between streams by one event for the whole context.
 
+mod arch;
+mod cache;
 mod config;
 mod driver;
 mod error;
@@ -46,5 +49,6 @@ mod preload;
 mod registry;
 mod source;
 mod stats;
+mod sync;
 #[cfg(test)]
 mod testing;

@@ -22,7 +22,8 @@ pub fn dlsym(handle: *mut c_void, name: &CStr) -> Option<usize> {
     let known = REAL_DLSYM.load(Relaxed);
     let real = if known != 0 { known } else { find_dlsym() };
     // SAFETY: `real` is libc's dlsym, whose signature this is.
-    let real: unsafe extern "C" fn(*mut c_void, *const libc::c_char) -> *mut c_void = unsafe { std::mem::transmute(real) };
+    let real: unsafe extern "C" fn(*mut c_void, *const libc::c_char) -> *mut c_void =
+        unsafe { std::mem::transmute(real) };
     // SAFETY: a handle of dlopen, or one of the linker's own, and a NUL-terminated name.
     let found = unsafe { real(handle, name.as_ptr()) };
     (!found.is_null()).then_some(found as usize)

@@ -5,6 +5,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
+use crate::cache;
 use crate::driver::{CuError, Stream};
 use crate::error::Error;
 use crate::ffi::guard::guard;
@@ -71,18 +72,33 @@ const UNKNOWN: c_int = 999;
 /// `ptr` is NULL or writable; `stream` is a live stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpupoolMalloc(ptr: *mut *mut c_void, size: usize, stream: cudaStream_t) -> c_int {
+    let s = self::stream(stream);
+    // The fast path cannot panic, and stands outside the guard.
+    if !ptr.is_null()
+        && size != 0
+        && let Some(p) = cache::malloc(size, s)
+    {
+        // SAFETY: not NULL, and writable by the caller's promise.
+        unsafe { ptr.write(p as *mut c_void) };
+        return 0;
+    }
+    malloc_slow(ptr, size, s)
+}
+
+#[cold]
+#[inline(never)]
+fn malloc_slow(ptr: *mut *mut c_void, size: usize, s: Stream) -> c_int {
     guard(UNKNOWN, || {
         if ptr.is_null() {
             return 1;
         }
-        // SAFETY: not NULL, and writable by the caller's promise.
+        // SAFETY: not NULL, and writable by the promise of the caller of `gpupoolMalloc`.
         let ptr = unsafe { &mut *ptr };
         *ptr = std::ptr::null_mut();
         if size == 0 {
             return 0;
         }
-        let s = self::stream(stream);
-        match registry::pool_for_stream(s).and_then(|pool| pool.malloc(size, s)) {
+        match cache::malloc_slow(size, s) {
             Ok(p) => {
                 *ptr = p as *mut c_void;
                 0
@@ -101,12 +117,17 @@ pub unsafe extern "C" fn gpupoolMalloc(ptr: *mut *mut c_void, size: usize, strea
 /// `stream` is a live stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gpupoolFree(ptr: *mut c_void, stream: cudaStream_t) -> c_int {
-    guard(UNKNOWN, || {
-        if ptr.is_null() {
-            return 0;
-        }
-        code(registry::free(ptr as u64, self::stream(stream)))
-    })
+    let (p, s) = (ptr as u64, self::stream(stream));
+    if cache::free(p, s) {
+        return 0;
+    }
+    free_slow(p, s)
+}
+
+#[cold]
+#[inline(never)]
+fn free_slow(p: u64, s: Stream) -> c_int {
+    guard(UNKNOWN, || if p == 0 { 0 } else { code(cache::free_slow(p, s)) })
 }
 
 /// Says that `stream` uses the block too: its free then waits for the work that `stream` has by then as well. Returns 0, or 1

@@ -8,7 +8,12 @@ use super::space::GRANULE;
 pub struct BinTable {
     /// Bin sizes in bytes, ascending, each a multiple of the granule.
     sizes: Vec<usize>,
+    /// The bin of every size up to `INDEXED`, by granules.
+    index: Vec<u16>,
 }
+
+/// Bytes up to which the bin is looked up and not searched.
+const INDEXED: usize = 4 << 20;
 
 impl BinTable {
     /// `min` and `max` in bytes; sizes above the last bin at or under `max` have no bin.
@@ -34,24 +39,37 @@ impl BinTable {
                 None => break,
             }
         }
-        BinTable { sizes }
+        let last = sizes.last().copied().unwrap_or(0).min(INDEXED);
+        let bin = |granules: usize| sizes.partition_point(|&bin| bin < granules * GRANULE) as u16;
+        let index = (0..=last / GRANULE).map(bin).collect();
+        BinTable { sizes, index }
+    }
+
+    /// Bytes of every bin, ascending.
+    pub fn sizes(&self) -> &[usize] {
+        &self.sizes
     }
 
     pub fn len(&self) -> usize {
         self.sizes.len()
     }
 
-    /// The smallest bin that holds `size` bytes: its index and its size. None for sizes above the last bin.
+    /// The smallest bin that holds `size` bytes. None for sizes above the last bin.
     #[inline]
-    pub fn fit(&self, size: usize) -> Option<(usize, usize)> {
-        let i = self.sizes.partition_point(|&bin| bin < size);
-        self.sizes.get(i).map(|&bin| (i, bin))
+    pub fn of(&self, size: usize) -> Option<usize> {
+        match self.index.get(size.div_ceil(GRANULE)) {
+            Some(&bin) => Some(bin as usize),
+            None => self.fit(size).map(|(bin, _)| bin),
+        }
     }
 
-    /// The bin whose size is exactly `size`.
-    #[inline]
-    pub fn exact(&self, size: usize) -> Option<usize> {
-        self.fit(size).filter(|&(_, bin)| bin == size).map(|(i, _)| i)
+    /// The same, with the bin's size in bytes.
+    pub fn fit(&self, size: usize) -> Option<(usize, usize)> {
+        let i = match self.index.get(size.div_ceil(GRANULE)) {
+            Some(&bin) => bin as usize,
+            None => self.sizes.partition_point(|&bin| bin < size),
+        };
+        self.sizes.get(i).map(|&bin| (i, bin))
     }
 }
 
@@ -69,8 +87,7 @@ mod tests {
         }
         assert_eq!(t.fit(1 << 20).unwrap().1, 1 << 20);
         assert!(t.fit((1 << 20) + 1).is_none());
-        assert_eq!(t.exact(4096), t.fit(4096).map(|x| x.0));
-        assert_eq!(t.exact(4100), None);
+        assert_eq!(t.fit(4096).unwrap().1, 4096);
     }
 
     #[test]

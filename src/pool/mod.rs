@@ -41,8 +41,8 @@ pub mod table;
 
 pub use pages::wait_for_growth;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 
@@ -52,15 +52,15 @@ use crate::error::Error;
 use crate::source::{Arena, Source, SourceKind};
 use bins::BinTable;
 use fence::Fences;
-use inner::{CAPTURED, Inner};
 pub use inner::EXPORTED;
+use inner::{CAPTURED, Inner};
 use space::{BlockId, Space, round_up};
 
 const MIB: usize = 1 << 20;
 /// Blocks from here on lie 4 KiB apart and more, so that the table over their addresses can be coarse.
 const TINY: usize = 4096;
 /// Bins may always hold this much, however small the live peak.
-const CACHED_FLOOR: usize = 16 * MIB;
+const CACHED_FLOOR: usize = 32 * MIB;
 /// With this many events not yet done, another one says nothing new.
 const MAX_PENDING: usize = 16;
 /// A bar is due when this many frees without a stream wait for one, or when they hold this share of the live peak (a barrier every 64
@@ -141,6 +141,26 @@ pub trait Magazines: Send + Sync {
     fn drain(&self, pool: &Pool);
 }
 
+/// The magazines of every thread that has any.
+static MAGAZINES: Mutex<Vec<Weak<dyn Magazines>>> = Mutex::new(Vec::new());
+
+/// Magazines that the pools can reach from now on, for as long as they live.
+pub fn attach(magazines: Weak<dyn Magazines>) {
+    let mut all = MAGAZINES.lock();
+    all.retain(|m| m.strong_count() > 0);
+    all.push(magazines);
+}
+
+fn all_magazines() -> Vec<Arc<dyn Magazines>> {
+    MAGAZINES.lock().iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Whether a stream's key is a capture's.
+#[inline]
+pub fn is_capture(key: u64) -> bool {
+    key & CAPTURE != 0 && key >> 63 == 0
+}
+
 pub struct Pool {
     driver: &'static Driver,
     ctx: Context,
@@ -161,7 +181,6 @@ pub struct Pool {
     open: AtomicUsize,
     /// Contexts of other devices whose kernels may use this memory.
     readers: Mutex<Vec<Context>>,
-    magazines: Mutex<Vec<Arc<dyn Magazines>>>,
     /// The context is gone.
     dead: AtomicBool,
 }
@@ -194,7 +213,6 @@ impl Pool {
             releasing: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             readers: Mutex::default(),
-            magazines: Mutex::default(),
             dead: AtomicBool::new(false),
         })
     }
@@ -224,7 +242,7 @@ impl Pool {
     pub fn malloc(&self, size: usize, s: Stream) -> Result<DevicePtr, Error> {
         let want = self.request(size)?;
         let key = self.stream_key(s)?;
-        self.serve(want, User::Stream(key, s)).map(|b| table::block(b).addr.load(Ordering::Relaxed))
+        self.malloc_for(want, User::Stream(key, s))
     }
 
     /// Memory for work submitted to any stream of the context from now on.
@@ -279,11 +297,79 @@ impl Pool {
         let upper = inner.space.used_total() as u64 - inner.stats.cached;
         if upper > inner.stats.peak_live || upper > inner.recent_peak[0] {
             let mut there = PoolStats::default();
-            self.magazines.lock().iter().for_each(|m| m.count(self, &mut there));
+            all_magazines().iter().for_each(|m| m.count(self, &mut there));
             let live = upper.saturating_sub(there.cached);
             inner.stats.peak_live = inner.stats.peak_live.max(live);
             inner.recent_peak[0] = inner.recent_peak[0].max(live);
         }
+    }
+
+    // ---- for magazines ----
+
+    pub fn driver(&self) -> &'static Driver {
+        self.driver
+    }
+
+    /// The bin of a request; None for one that is not binned.
+    #[inline]
+    pub fn bin_of(&self, size: usize) -> Option<usize> {
+        self.bins.of(size)
+    }
+
+    /// Bytes of the blocks of every bin.
+    pub fn bin_sizes(&self) -> &[usize] {
+        self.bins.sizes()
+    }
+
+    /// What `request` made, served.
+    pub fn malloc_for(&self, want: Request, user: User) -> Result<DevicePtr, Error> {
+        self.serve(want, user).map(|b| table::block(b).addr.load(Ordering::Relaxed))
+    }
+
+    /// Up to `n` blocks out of a bin of stream `key`, cached still.
+    pub fn lend(&self, key: u64, bin: usize, n: usize, out: &mut Vec<BlockId>) {
+        self.inner.lock().lend(key, bin, n, out);
+    }
+
+    /// Cached blocks come back, freed on stream `key` at some time until now.
+    pub fn put_back(&self, key: u64, blocks: &[BlockId]) {
+        if blocks.is_empty() {
+            return;
+        }
+        let stamp = self.fences.stamp();
+        let mut inner = self.inner.lock();
+        for &b in blocks {
+            let (size, bin) = (inner.space.size(b), table::block(b).bin.load(Ordering::Relaxed) as usize);
+            if bin > 0 && inner.stats.cached as usize + size <= self.cached_share(&inner) {
+                inner.cache(b, key, bin - 1, self.bins.len(), stamp);
+            } else {
+                let arena = inner.arena_of(b) as usize;
+                let owner = inner.owners_of(User::Stream(key, Stream::NULL), self.bins.len())[arena];
+                inner.space.free(b, owner, stamp);
+            }
+        }
+    }
+
+    /// What magazines that are gone did.
+    pub fn note(&self, hits: u64, frees: u64) {
+        let stats = &mut self.inner.lock().stats;
+        stats.mallocs += hits;
+        stats.hits += hits;
+        stats.frees += frees;
+    }
+
+    pub fn peak_live(&self) -> u64 {
+        self.inner.lock().stats.peak_live
+    }
+
+    /// `GPUPOOL_MAX_CACHED`, in bytes.
+    pub fn max_cached(&self) -> u64 {
+        self.max_cached.map_or(u64::MAX, |n| n as u64)
+    }
+
+    /// Whether the pool is of the calling thread's current context.
+    pub fn is_current(&self) -> bool {
+        self.driver.ctx_current() == Ok(Some(self.ctx))
     }
 
     // ---- free ----
@@ -452,7 +538,7 @@ impl Pool {
 
     pub fn stats(&self) -> PoolStats {
         let mut there = PoolStats::default();
-        self.magazines.lock().iter().for_each(|m| m.count(self, &mut there));
+        all_magazines().iter().for_each(|m| m.count(self, &mut there));
         let inner = self.inner.lock();
         let mut stats = inner.stats;
         stats.cached += there.cached;
@@ -497,7 +583,8 @@ impl Pool {
 
     /// A number that no other block has, nor this one after its free.
     pub fn serial_of(&self, p: DevicePtr) -> u64 {
-        let serial = self.find(p).map_or(0, |(b, block)| u64::from(b) << 32 | u64::from(block.serial.load(Ordering::Relaxed)));
+        let serial =
+            self.find(p).map_or(0, |(b, block)| u64::from(b) << 32 | u64::from(block.serial.load(Ordering::Relaxed)));
         // Clear of the driver's own numbers, which count from 1.
         serial | 1 << 63
     }

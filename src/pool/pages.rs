@@ -312,19 +312,19 @@ impl Pool {
     /// bytes given back.
     pub fn trim(&self, keep: usize) -> Result<usize, Error> {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
+        // First: what comes back now is stamped now.
+        self.drain_magazines();
         if !self.capturing(Stream::LEGACY) {
             let settled =
                 if self.driver.has_ctx_fences() { self.fences.close() } else { self.fences.wait(self.fences.stamp()) };
             // An error means that less is known to be finished, and less goes back.
             settled.unwrap_or_else(|e| log::debug!("trim: {e:?}"));
         }
-        self.drain_magazines();
         self.release_idle(keep)
     }
 
     fn drain_magazines(&self) {
-        let all = self.magazines.lock().clone();
-        all.iter().for_each(|m| m.drain(self));
+        super::all_magazines().iter().for_each(|m| m.drain(self));
     }
 
     pub(super) fn release_idle(&self, keep: usize) -> Result<usize, Error> {
@@ -355,8 +355,8 @@ impl Pool {
     /// Called now and then: what was not needed since the last two calls goes back, but for a little. Returns the bytes.
     pub fn decay(&self) -> Result<usize, Error> {
         let keep = {
+            let live = self.stats().live;
             let mut inner = self.inner.lock();
-            let live = inner.space.used_total() as u64 - inner.stats.cached;
             let peak = inner.recent_peak[0].max(inner.recent_peak[1]).max(live);
             inner.recent_peak = [live, inner.recent_peak[0]];
             let keep = peak + (peak / 16).max(KEPT as u64);

@@ -12,7 +12,7 @@
 //! leaves and records are never unmapped, so a stale read finds a record that does not match.
 
 use std::sync::atomic::{
-    AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
+    AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release,
 };
 
 use once_cell::sync::Lazy;
@@ -94,7 +94,6 @@ const COARSE: u32 = 12;
 const FINE: u32 = 9;
 
 struct Table {
-    blocks: *const Block,
     capacity: usize,
     /// Address of the slot's leaf, plus 1 for a fine one; 0: none.
     slots: *const AtomicU64,
@@ -109,13 +108,19 @@ unsafe impl Sync for Table {}
 // SAFETY: as above; no thread owns the memory.
 unsafe impl Send for Table {}
 
+/// The two arrays again, for who must not pass through `Lazy`: NULL before the first space.
+static BLOCKS: AtomicPtr<Block> = AtomicPtr::new(std::ptr::null_mut());
+static LEAVES: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
+
 static TABLE: Lazy<Option<Table>> = Lazy::new(|| {
     let slots = reserve(SLOTS * size_of::<AtomicU64>())?;
     // A process whose address space is limited gets fewer.
     let sizes = std::iter::successors(Some(MAX_BLOCKS), |n| Some(n / 2)).take_while(|&n| n >= 1 << 14);
     let (blocks, capacity) = sizes.into_iter().find_map(|n| Some((reserve(n * size_of::<Block>())?, n)))?;
     let (spare, leaves) = (Mutex::default(), Mutex::default());
-    Some(Table { blocks: blocks.cast(), capacity, slots: slots.cast(), used: AtomicU32::new(1), spare, leaves })
+    BLOCKS.store(blocks as *mut Block, Release);
+    LEAVES.store(slots as *mut AtomicU64, Release);
+    Some(Table { capacity, slots: slots.cast(), used: AtomicU32::new(1), spare, leaves })
 });
 
 /// Zeroed memory of which only what is touched counts.
@@ -151,10 +156,8 @@ fn table() -> &'static Table {
 /// The record `b`.
 #[inline]
 pub fn block(b: BlockId) -> &'static Block {
-    let t = table();
-    debug_assert!((b as usize) < t.capacity);
-    // SAFETY: ids are handed out below the capacity, and the records are mapped for the life of the process.
-    unsafe { &*t.blocks.add(b as usize) }
+    // SAFETY: an id is handed out by the table, below its capacity, and the records are mapped for the life of the process.
+    unsafe { &*BLOCKS.load(Relaxed).add(b as usize) }
 }
 
 /// A vacant record. None when all are in use.
@@ -180,13 +183,13 @@ pub fn give_back(blocks: &mut Vec<BlockId>) {
 #[inline]
 pub fn find(addr: u64) -> Option<(BlockId, &'static Block)> {
     // Not before the first pool: a foreign pointer must not make a table.
-    let t = Lazy::get(&TABLE)?.as_ref()?;
+    let slots = LEAVES.load(Acquire);
     let slot = (addr >> SLOT_BITS) as usize;
-    if slot >= SLOTS {
+    if slots.is_null() || slot >= SLOTS {
         return None;
     }
     // SAFETY: within the table, which is mapped for the life of the process.
-    let leaf = unsafe { &*t.slots.add(slot) }.load(Acquire);
+    let leaf = unsafe { &*slots.add(slot) }.load(Acquire);
     if leaf == 0 {
         return None;
     }

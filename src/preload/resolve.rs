@@ -3,8 +3,8 @@
 //! The real resolver is asked first, and its answer exchanged by *address*: a map from every exported variant of each function served
 //! to ours, built once when the driver is there. Names, versions and flags then come out right by construction.
 //!
-//! `dlsym` is the only function written in assembly. It jumps into libc's with the stack as it was, so that `RTLD_NEXT` still sees
-//! who asked; only names that begin with `cu` take the longer way. x86-64.
+//! `dlsym` is written in assembly (`arch.rs`). It jumps into libc's with the stack as it was, so that `RTLD_NEXT` still sees who
+//! asked; only names that begin with `cu` take the longer way.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -20,46 +20,7 @@ use crate::linker;
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    core::arch::naked_asm!(
-        "test rsi, rsi",
-        "je 2f",
-        "cmp byte ptr [rsi], 'c'",
-        "jne 2f",
-        "cmp byte ptr [rsi + 1], 'u'",
-        "je 3f",
-        // Not CUDA's: libc's dlsym, as if it had been called itself.
-        "2:",
-        "mov rax, [rip + {known}]",
-        "test rax, rax",
-        "je 4f",
-        "jmp rax",
-        // Perhaps CUDA's. The third argument is who asks.
-        "3:",
-        "push rdi",
-        "push rsi",
-        "sub rsp, 8",
-        "mov rdx, [rsp + 24]",
-        "call {cuda}",
-        "add rsp, 8",
-        "pop rsi",
-        "pop rdi",
-        "test rax, rax",
-        "je 2b",
-        "ret",
-        // The first look-up of the process.
-        "4:",
-        "push rdi",
-        "push rsi",
-        "sub rsp, 8",
-        "call {find}",
-        "add rsp, 8",
-        "pop rsi",
-        "pop rdi",
-        "jmp rax",
-        known = sym linker::REAL_DLSYM,
-        cuda = sym cuda_symbol,
-        find = sym linker::find_dlsym,
-    )
+    crate::arch::dlsym_body!(linker::REAL_DLSYM, cuda_symbol, linker::find_dlsym)
 }
 
 /// Ours for the symbol, or what the real resolver says of it; NULL leaves the question to libc's dlsym.
