@@ -36,6 +36,7 @@ impl CuError {
     pub const DEINITIALIZED: CuError = CuError(sys::CUresult::CUDA_ERROR_DEINITIALIZED as u32);
     pub const NO_DEVICE: CuError = CuError(sys::CUresult::CUDA_ERROR_NO_DEVICE as u32);
     pub const INVALID_CONTEXT: CuError = CuError(sys::CUresult::CUDA_ERROR_INVALID_CONTEXT as u32);
+    pub const INVALID_HANDLE: CuError = CuError(sys::CUresult::CUDA_ERROR_INVALID_HANDLE as u32);
     pub const NOT_READY: CuError = CuError(sys::CUresult::CUDA_ERROR_NOT_READY as u32);
     pub const CAPTURE_UNSUPPORTED: CuError = CuError(sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED as u32);
     pub const NOT_SUPPORTED: CuError = CuError(sys::CUresult::CUDA_ERROR_NOT_SUPPORTED as u32);
@@ -131,6 +132,9 @@ functions! {
         mem_release = "cuMemRelease" (u64);
         mem_map = "cuMemMap" (u64, usize, usize, u64, u64);
         mem_unmap = "cuMemUnmap" (u64, usize);
+        mem_export = "cuMemExportToShareableHandle" (*mut c_int, u64, c_uint, u64);
+        mem_import = "cuMemImportFromShareableHandle" (*mut u64, *mut c_void, c_uint);
+        address_free = "cuMemAddressFree" (u64, usize);
         mem_set_access = "cuMemSetAccess" (u64, usize, *const Access, usize);
     }
 }
@@ -500,6 +504,23 @@ impl Driver {
     pub fn page_unmap(&self, va: DevicePtr, size: usize) -> CuResult<()> {
         let unmap = self.f.mem_unmap.ok_or(CuError::NOT_SUPPORTED)?;
         call!(unmap(va, size))
+    }
+    /// A file descriptor for the page's memory, the caller's to close.
+    pub fn page_export(&self, h: PageHandle) -> CuResult<c_int> {
+        let export = self.f.mem_export.ok_or(CuError::NOT_SUPPORTED)?;
+        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0 as c_uint;
+        out!(c_int, |fd| export(&mut fd, h.0, kind, 0))
+    }
+    /// The page that another process exported as `fd`, which stays the caller's.
+    pub fn page_import(&self, fd: c_int) -> CuResult<PageHandle> {
+        let import = self.f.mem_import.ok_or(CuError::NOT_SUPPORTED)?;
+        let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0 as c_uint;
+        // The driver takes the number itself for a pointer.
+        out!(u64, |h| import(&mut h, fd as usize as *mut c_void, kind)).map(PageHandle)
+    }
+    pub fn va_free(&self, va: DevicePtr, size: usize) -> CuResult<()> {
+        let free = self.f.address_free.ok_or(CuError::NOT_SUPPORTED)?;
+        call!(free(va, size))
     }
     /// Opens a mapped range to the kernels of `ordinals`.
     pub fn page_access(&self, va: DevicePtr, size: usize, ordinals: &[i32]) -> CuResult<()> {

@@ -14,7 +14,7 @@
 //! ipc        blocks that another process opens
 //! source     where device memory comes from: vmm (pages), device (cuMemAlloc), managed
 //! driver     the CUDA driver functions used, and the only file that names cudarc
-//! linker, log, config, error, stats, sync, arch    leaves
+//! linker, log, config, error, stats, sync, thread, arch    leaves
 //! ```
 //!
 //! # One cold allocation, step by step
@@ -50,5 +50,6 @@ mod registry;
 mod source;
 mod stats;
 mod sync;
+mod thread;
 #[cfg(test)]
 mod testing;

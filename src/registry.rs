@@ -262,18 +262,8 @@ fn background() {
         return;
     }
     let interval = std::time::Duration::from_millis((decay / 2).max(1));
-    // SAFETY: the sets are plain data that the calls fill in; the mask is this thread's, and is put back.
-    unsafe {
-        let mut all: libc::sigset_t = std::mem::zeroed();
-        let mut before: libc::sigset_t = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        // The new thread inherits the mask: the program's signals are for its own threads.
-        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let started = std::thread::Builder::new().name("gpupool".into()).spawn(move || idle_memory_goes_back(interval));
-        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
-        if let Err(e) = started {
-            log::info!("no background thread: {e}; idle memory stays");
-        }
+    if let Err(e) = crate::thread::background("gpupool", move || idle_memory_goes_back(interval)) {
+        log::info!("no background thread: {e}; idle memory stays");
     }
 }
 
