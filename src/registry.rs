@@ -17,7 +17,7 @@ use crate::config::{self, Backing};
 use crate::driver::{self, CHANGES, Context, CuError, CurrentContext, DevicePtr, Driver, Stream, driver};
 use crate::error::Error;
 use crate::ipc;
-use crate::pool::{EXPORTED, Pool, table};
+use crate::pool::{EXPORTED, Pool, PoolStats, table};
 use crate::source::{self, Source};
 
 #[derive(Default)]
@@ -229,7 +229,26 @@ fn bury(dead: &Pool) {
         dead.ordinal(),
         dead.stats().held
     );
+    if config::get().report {
+        BURIED.lock().push((dead.ordinal(), dead.stats()));
+    }
     dead.abandon();
+}
+
+/// What pools did whose contexts are gone, for the report.
+static BURIED: Mutex<Vec<(i32, PoolStats)>> = Mutex::new(Vec::new());
+
+/// Somebody else needs memory of the device: every pool gives back what is idle, waiting for its work if need be. False when there was
+/// nothing.
+pub fn give_way() -> bool {
+    let mut given = 0;
+    for pool in pools() {
+        given += pool.give_way().unwrap_or_else(|e| {
+            log::debug!("idle memory stays: {e}");
+            0
+        });
+    }
+    given > 0
 }
 
 /// Kernels of `reader` may use memory of `owner` from now on.
@@ -324,8 +343,9 @@ pub fn report_at_exit() {
 fn report() {
     use std::fmt::Write;
     let mut out = String::from("gpupool: report\n");
-    let pools = pools();
-    let total = pools.iter().map(|p| p.stats()).fold((0, 0), |sum, s| (sum.0 + s.mallocs, sum.1 + s.frees));
+    let alive = pools().into_iter().map(|p| (p.ordinal(), p.stats()));
+    let pools: Vec<(i32, PoolStats)> = BURIED.lock().drain(..).chain(alive).collect();
+    let total = pools.iter().map(|p| p.1).fold((0, 0), |sum, s| (sum.0 + s.mallocs, sum.1 + s.frees));
     let (runtime, of_driver) = (crate::stats::RUNTIME.counts(), crate::stats::DRIVER.counts());
     let mut door = |name: &str, [mallocs, frees, foreign_mallocs, foreign_frees]: [u64; 4]| {
         let _ = writeln!(
@@ -339,12 +359,11 @@ fn report() {
     door("gpupool", [rest(total.0, 0), rest(total.1, 1), 0, 0]);
     let (pinned, hits) = (crate::stats::PINNED.load(Relaxed), crate::stats::PINNED_HITS.load(Relaxed));
     let _ = writeln!(out, "gpupool: pinned memory: served {pinned}, from the cache {hits}");
-    for pool in pools {
-        let s = pool.stats();
+    for (ordinal, s) in pools {
         let _ = writeln!(
             out,
             "gpupool: device {}: {} mallocs, {:.1} % from the cache, peak live {} MiB, peak held {} MiB, {} fences, {} waits",
-            pool.ordinal(),
+            ordinal,
             s.mallocs,
             100.0 * s.hits as f64 / s.mallocs.max(1) as f64,
             s.peak_live >> 20,

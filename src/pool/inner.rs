@@ -39,6 +39,8 @@ pub(super) struct Inner {
     recorded: HashMap<BlockId, Vec<u64>>,
     /// Blocks that other processes see, and the range of their pages, which are closed.
     pub exported: Vec<(BlockId, u64, u64)>,
+    /// Large blocks are the driver's own, one each, and are never cut: each has its own handle for other processes.
+    whole: bool,
     /// Ordered memory is not enough: only what is finished goes to another stream.
     pub finished_only: bool,
     /// Frees without a stream since the last bar: how many, and their bytes.
@@ -58,7 +60,8 @@ struct StreamState {
 }
 
 impl Inner {
-    pub fn new(mut space: Space) -> Inner {
+    /// `whole`: large blocks are the driver's own.
+    pub fn new(mut space: Space, whole: bool) -> Inner {
         let mut arenas = Vec::new();
         let mut three = || {
             ARENAS.map(|arena| {
@@ -77,6 +80,7 @@ impl Inner {
             pages: Default::default(),
             recorded: HashMap::new(),
             exported: Vec::new(),
+            whole,
             finished_only: false,
             batch: (0, 0),
             swept: 0,
@@ -152,7 +156,12 @@ impl Inner {
 
     /// A block out of free space.
     pub fn take_free(&mut self, owners: Owners, want: Request) -> Option<BlockId> {
-        let b = self.space.alloc(owners[want.arena as usize], want.size)?;
+        let owner = owners[want.arena as usize];
+        let b = if self.whole && want.arena == Arena::Large {
+            self.space.alloc_whole(owner, want.size, want.size + want.size / 4)?
+        } else {
+            self.space.alloc(owner, want.size)?
+        };
         if let Some(bin) = want.bin.filter(|_| self.space.size(b) == want.size) {
             table::block(b).bin.store(bin as u16 + 1, Relaxed);
         }

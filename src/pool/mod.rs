@@ -202,18 +202,18 @@ impl Pool {
             ctx_id,
             ordinal,
             primary,
-            source,
             fences: Fences::new(driver, ctx),
             bins: BinTable::new(config.bin_growth, config.bin_steps, config.bin_min, config.bin_max),
             max_cached: config.max_cached,
             slack: config.slack,
             free_mode: config.free,
             space_id: space.id(),
-            inner: Mutex::new(Inner::new(space)),
+            inner: Mutex::new(Inner::new(space, source.kind() != SourceKind::Vmm)),
             releasing: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             readers: Mutex::default(),
             dead: AtomicBool::new(false),
+            source,
         })
     }
 

@@ -327,6 +327,16 @@ impl Pool {
         super::all_magazines().iter().for_each(|m| m.drain(self));
     }
 
+    /// Gives back everything idle, after a wait for the work that still uses it where a wait is allowed. Returns the bytes.
+    pub fn give_way(&self) -> Result<usize, Error> {
+        let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
+        let first = self.trim(0)?;
+        if self.capturing(Stream::LEGACY) || !self.wait_for_pending() {
+            return Ok(first);
+        }
+        Ok(first + self.release_idle(0)?)
+    }
+
     pub(super) fn release_idle(&self, keep: usize) -> Result<usize, Error> {
         let _ctx = CurrentContext::enter(self.driver, self.ctx)?;
         let _relaxed = RelaxedCapture::enter(self.driver);

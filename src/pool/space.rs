@@ -168,6 +168,14 @@ impl Space {
         Some(b)
     }
 
+    /// As `alloc`, but nothing is cut off: the best block of `size` to `most` bytes, whole.
+    pub fn alloc_whole(&mut self, o: OwnerId, size: usize, most: usize) -> Option<BlockId> {
+        let b = self.find(o, round_up(size)?).filter(|&b| self.size(b) <= most)?;
+        self.unlist(b);
+        self.use_block(b, o);
+        Some(b)
+    }
+
     /// A live or cached block becomes free space of `o`, merged with `o`'s free neighbours. Returns the merged block.
     pub fn free(&mut self, b: BlockId, o: OwnerId, stamp: u64) -> BlockId {
         let block = k(b);

@@ -109,6 +109,22 @@ fn plan(free: *mut usize, total: *mut usize) {
     }
 }
 
+/// While a stream is captured a free is forbidden or not, by mode and thread: the driver is asked, with an address that is nobody's. The
+/// code when it forbids it.
+pub(super) fn forbidden(p: DevicePtr, real: impl Fn(DevicePtr) -> u32) -> Option<u32> {
+    if !crate::pool::fence::capturing() || registry::owner_of(p).is_none() || driver::is_exiting() {
+        return None;
+    }
+    // Inside a block, so never the start of one of the driver's: it frees nothing and answers 1 where frees are allowed.
+    Some(real(p + 1)).filter(|&code| code >= 900)
+}
+
+/// Asks the driver for memory of its own; out of memory, once more after the pools have given back what they can.
+fn foreign(ask: impl Fn() -> u32) -> u32 {
+    let code = ask();
+    if code == 2 && registry::give_way() { ask() } else { code }
+}
+
 /// A handle of ours for the block that starts at `base`; None when the driver's own is right.
 fn share(pool: &Pool, base: DevicePtr) -> Result<Option<[u8; 64]>, Error> {
     let d = driver::driver()?;
@@ -128,11 +144,15 @@ hooks! {
             // SAFETY: not NULL; the caller's to be written.
             Some(Ok(p)) => unsafe { out.write(p); 0 },
             Some(Err(code)) => code,
-            None => real(out, size),
+            // As the other allocators: a capture may have sent it here.
+            None => foreign(|| real(out, size)),
         }
     };
     fn [cuMemFree_v2] (p: DevicePtr) = |real, _name| {
-        free(p, &stats::DRIVER, || registry::free_everyone(p)).unwrap_or_else(|| real(p))
+        match forbidden(p, |p| real(p)) {
+            Some(code) => code,
+            None => free(p, &stats::DRIVER, || registry::free_everyone(p)).unwrap_or_else(|| real(p)),
+        }
     };
     fn [cuMemFreeAsync, cuMemFreeAsync_ptsz] (p: DevicePtr, s: usize) = |real, name| {
         let stream = if s == 0 && name.ends_with("_ptsz") { Stream::PER_THREAD } else { Stream(s) };
@@ -196,6 +216,33 @@ hooks! {
         }
         real(out, p, size, kind, flags)
     };
+
+    // ---- memory that is not the pool's: what the pool holds idle must not be what it lacks ----
+
+    fn [cuMemAllocAsync, cuMemAllocAsync_ptsz] (out: Raw, size: usize, s: usize) = |real, _name| {
+        foreign(|| real(out, size, s))
+    };
+    fn [cuMemAllocFromPoolAsync, cuMemAllocFromPoolAsync_ptsz] (out: Raw, size: usize, from: Raw, s: usize) = |real, _name| {
+        foreign(|| real(out, size, from, s))
+    };
+    fn [cuMemAllocPitch_v2] (out: Raw, pitch: Raw, width: usize, height: usize, element: c_uint) = |real, _name| {
+        foreign(|| real(out, pitch, width, height, element))
+    };
+    fn [cuMemAllocManaged] (out: Raw, size: usize, flags: c_uint) = |real, _name| foreign(|| real(out, size, flags));
+    fn [cuMemCreate] (out: Raw, size: usize, what: Raw, flags: c_ulonglong) = |real, _name| {
+        foreign(|| real(out, size, what, flags))
+    };
+    fn [cuArrayCreate_v2, cuArray3DCreate_v2] (out: Raw, what: Raw) = |real, _name| foreign(|| real(out, what));
+    fn [cuMipmappedArrayCreate] (out: Raw, what: Raw, levels: c_uint) = |real, _name| foreign(|| real(out, what, levels));
+    fn [cuModuleLoad, cuModuleLoadData, cuModuleLoadFatBinary] (out: Raw, image: Raw) = |real, _name| {
+        foreign(|| real(out, image))
+    };
+    fn [cuModuleLoadDataEx] (out: Raw, image: Raw, n: c_uint, options: Raw, values: Raw) = |real, _name| {
+        foreign(|| real(out, image, n, options, values))
+    };
+    fn [cuLibraryLoadData] (
+        out: Raw, code: Raw, jit: Raw, jit_values: Raw, jits: c_uint, options: Raw, values: Raw, n: c_uint
+    ) = |real, _name| foreign(|| real(out, code, jit, jit_values, jits, options, values, n));
 
     // ---- sharing between processes ----
 

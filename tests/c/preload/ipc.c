@@ -128,7 +128,10 @@ static void share(const char *self, const char *preload, int may_refuse) {
     double begin = now_s();
     int e = cudaIpcGetMemHandle(&r.handle, at);
     CHECK(now_s() - begin < 5);
-    if (may_refuse && e) {
+    /* Part of one of the driver's own blocks: its handle would show the neighbours. */
+    int part = getenv("PARTS") != NULL && SIZES[i] < ((size_t)1 << 20);
+    if (part) EQ(e, 1);
+    if ((may_refuse || part) && e) {
       printf("no handle: %d\n", e);
       EQ(cudaGetLastError(), e);
     } else {
