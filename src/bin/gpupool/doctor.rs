@@ -1,0 +1,160 @@
+//! `gpupool doctor`: what is here, what it offers, and whether a program would be reached.
+
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
+use std::fmt::Display;
+use std::io::Write;
+use std::path::Path;
+use std::process::ExitCode;
+
+use crate::program;
+
+/// Say whether the pool works here, and whether it would reach a program
+///
+/// Tells where the library and the CUDA driver are, what each device offers, and, for a program, whether its CUDA calls would be
+/// reached under `gpupool run`, and by which door: `runtime` (calls of a shared libcudart.so) or `driver` (all else). Nothing is
+/// run and no memory is taken; the program's shared libraries are listed by its own loader, as ldd does.
+#[derive(clap::Args)]
+#[command(after_help = "\
+What cannot be seen from outside: a program that loads CUDA with RTLD_DEEPBIND or dlmopen, or that looks dlsym up by
+itself (dlvsym), goes past every preloaded library. `gpupool run --report` shows what was served.
+
+Exit codes: 0 when the library, a working driver and the program, if one is named, were found; else 1.")]
+pub struct Options {
+    /// The program to look at, by its path or by name on the PATH
+    #[arg(value_name = "PROGRAM")]
+    program: Option<OsString>,
+}
+
+pub fn doctor(options: Options) -> ExitCode {
+    let library = crate::library();
+    let mut well = library.is_ok();
+    match &library {
+        Ok(path) => say("library", path.display()),
+        Err(why) => say("library", format_args!("not found: {why}")),
+    }
+    if std::env::var_os("GPUPOOL_INTERPOSE").is_some_and(|v| v == "0") {
+        say("note", "GPUPOOL_INTERPOSE=0 is set: no program is reached");
+    }
+    well &= driver();
+    if let Some(name) = options.program {
+        let path = program::find(&name);
+        well &= path.is_some();
+        match path {
+            Some(path) => say("program", format_args!("{}: {}", path.display(), program::verdict(&path))),
+            None => say("program", format_args!("{}: not found", name.to_string_lossy())),
+        }
+    }
+    if well { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// One line. A reader that has gone away (`| head`) is no error.
+fn say(what: &str, line: impl Display) {
+    let _ = writeln!(std::io::stdout(), "{:<9} {line}", format!("{what}:"));
+}
+
+/// Calls a function of the driver and gives its result. The driver's own code for "not found" stands for a missing function.
+macro_rules! cu {
+    ($lib:expr, $name:literal $(, $arg:expr => $t:ty)*) => {{
+        // SAFETY: an open library and a NUL-terminated name.
+        let f = unsafe { libc::dlsym($lib, $name.as_ptr()) };
+        if f.is_null() {
+            500
+        } else {
+            // SAFETY: the driver's function of that name takes these arguments; the pointers are to live variables.
+            unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($t),*) -> u32>(f)($($arg),*) }
+        }
+    }};
+}
+
+/// Tells of the driver and its devices. False when there is none that works.
+fn driver() -> bool {
+    // SAFETY: loads the driver as every CUDA program does; it is never closed.
+    let lib = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    if lib.is_null() {
+        // SAFETY: a dlopen has just failed, so there is a message; no other thread is there to replace it.
+        let why = unsafe { CStr::from_ptr(libc::dlerror()) };
+        say("driver", format_args!("no CUDA driver here ({})", why.to_string_lossy()));
+        return false;
+    }
+    let mut version: c_int = 0;
+    let code = cu!(lib, c"cuDriverGetVersion", &mut version => *mut c_int);
+    let place = place(lib);
+    if code != 0 {
+        say("driver", format_args!("{place}: does not tell its version: {}", error(lib, code)));
+        return false;
+    }
+    say("driver", format_args!("CUDA {}.{}, {place}", version / 1000, version % 1000 / 10));
+    let mut count: c_int = 0;
+    let code = match cu!(lib, c"cuInit", 0 => u32) {
+        0 => cu!(lib, c"cuDeviceGetCount", &mut count => *mut c_int),
+        code => code,
+    };
+    if code != 0 {
+        say("driver", format_args!("does not start: {}", error(lib, code)));
+        return false;
+    }
+    (0..count).for_each(|ordinal| device(lib, ordinal));
+    // What order on the device takes: both calls came with CUDA 12.5.
+    // SAFETY: an open library and NUL-terminated names.
+    let has = |name: &CStr| !unsafe { libc::dlsym(lib, name.as_ptr()) }.is_null();
+    let order = version >= 12050 && has(c"cuCtxRecordEvent") && has(c"cuCtxWaitEvent");
+    say(
+        "frees",
+        if order {
+            "in stream order: GPUPOOL_FREE=order works"
+        } else {
+            "by a wait of the host: this driver gets GPUPOOL_FREE=sync (order needs CUDA 12.5)"
+        },
+    );
+    true
+}
+
+fn device(lib: *mut c_void, ordinal: c_int) {
+    let what = format!("device {ordinal}");
+    let mut id: c_int = 0;
+    let mut name = [0 as c_char; 128];
+    let mut bytes = 0usize;
+    let len = name.len() as c_int - 1;
+    let codes = [
+        cu!(lib, c"cuDeviceGet", &mut id => *mut c_int, ordinal => c_int),
+        cu!(lib, c"cuDeviceGetName", name.as_mut_ptr() => *mut c_char, len => c_int, id => c_int),
+        cu!(lib, c"cuDeviceTotalMem_v2", &mut bytes => *mut usize, id => c_int),
+    ];
+    if let Some(&code) = codes.iter().find(|code| **code != 0) {
+        return say(&what, error(lib, code));
+    }
+    // SAFETY: the last byte of `name` was never written: it is a C string.
+    let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
+    let has = |attribute: c_int| {
+        let mut value: c_int = 0;
+        let code = cu!(lib, c"cuDeviceGetAttribute", &mut value => *mut c_int, attribute => c_int, id => c_int);
+        if code == 0 && value != 0 { "yes" } else { "no" }
+    };
+    // CU_DEVICE_ATTRIBUTE_: VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
+    let (vmm, fd, rdma) = (has(102), has(103), has(110));
+    say(&what, format_args!("{name}, {} MiB; VMM {vmm}, shareable by descriptor {fd}, RDMA {rdma}", bytes >> 20));
+}
+
+/// The file that the driver was loaded from.
+fn place(lib: *mut c_void) -> String {
+    // SAFETY: an open library, a NUL-terminated name; all-zero is a value of Dl_info, and dladdr fills it or answers 0.
+    let file = unsafe {
+        let mut info: libc::Dl_info = std::mem::zeroed();
+        let found = libc::dladdr(libc::dlsym(lib, c"cuInit".as_ptr()), &mut info) != 0 && !info.dli_fname.is_null();
+        found.then(|| CStr::from_ptr(info.dli_fname).to_string_lossy().into_owned())
+    };
+    let file = file.unwrap_or_else(|| "libcuda.so.1".into());
+    // The real file's name has the driver's own version in it.
+    Path::new(&file).canonicalize().map_or(file, |real| real.display().to_string())
+}
+
+/// `100 (CUDA_ERROR_NO_DEVICE)`.
+fn error(lib: *mut c_void, code: u32) -> String {
+    let mut name: *const c_char = std::ptr::null();
+    if cu!(lib, c"cuGetErrorName", code => u32, &mut name => *mut *const c_char) != 0 || name.is_null() {
+        return format!("error {code}");
+    }
+    // SAFETY: the driver's names are C strings that live as long as it does.
+    format!("error {code} ({})", unsafe { CStr::from_ptr(name) }.to_string_lossy())
+}
