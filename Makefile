@@ -23,7 +23,7 @@ help:
 	@echo "make test        all tests, on simcuda: no GPU is needed"
 	@echo "make check       format, lints, header drift, all tests and examples: what must pass before a commit"
 	@echo "make bench       the library's figures on simcuda, one a line; BENCH_ARGS=--no-preload"
-	@echo "make build       libgpupool, simcuda and the C programs"
+	@echo "make build       libgpupool, the gpupool command, simcuda and the C programs"
 	@echo "make headers     write include/*.h anew"
 	@echo "make install     PREFIX=$(PREFIX) DESTDIR="
 	@echo "make gpu-bundle  what a GPU machine without Rust needs, in target/gpu-bundle"
@@ -112,7 +112,8 @@ headers:
 	@mkdir -p include && for h in cnmem gpupool; do cp "$$(ls -t $(RELEASE)/build/gpupool-*/out/$$h.h | head -1)" include/$$h.h; done
 
 install: $(RELEASE)/libgpupool.so.0
-	install -d $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/include
+	install -d $(DESTDIR)$(PREFIX)/bin $(DESTDIR)$(PREFIX)/lib/pkgconfig $(DESTDIR)$(PREFIX)/include
+	install -m 755 $(RELEASE)/gpupool $(DESTDIR)$(PREFIX)/bin/gpupool
 	install -m 755 $(RELEASE)/libgpupool.so $(DESTDIR)$(PREFIX)/lib/libgpupool.so.0
 	ln -sf libgpupool.so.0 $(DESTDIR)$(PREFIX)/lib/libgpupool.so
 	ln -sf libgpupool.so.0 $(DESTDIR)$(PREFIX)/lib/libcnmem.so.1
@@ -126,6 +127,7 @@ gpu-bundle: $(RELEASE)/libgpupool.so.0
 	  && cp -r benches/gpu target/gpu-bundle/bench
 	@cp $(RELEASE)/libgpupool.so target/gpu-bundle/libgpupool.so.0 && strip --strip-debug target/gpu-bundle/libgpupool.so.0 \
 	  && cd target/gpu-bundle && ln -sf libgpupool.so.0 libgpupool.so && ln -sf libgpupool.so.0 libcnmem.so.1
+	@cp $(RELEASE)/gpupool target/gpu-bundle/gpupool && strip target/gpu-bundle/gpupool
 	@du -sh target/gpu-bundle; [ $$(du -sm target/gpu-bundle | cut -f1) -lt 40 ] || { echo "the bundle must stay under 40 MiB" >&2; exit 1; }
 
 gpu-check: gpu-bundle

@@ -229,6 +229,7 @@ fn an_installed_tree_is_complete_and_compiles() {
     let mut seen: Vec<&str> = text.lines().collect();
     seen.sort_unstable();
     let wanted = [
+        "./usr/bin/gpupool",
         "./usr/include/cnmem.h",
         "./usr/include/gpupool.h",
         "./usr/lib/libcnmem.so.1",
@@ -255,4 +256,9 @@ fn an_installed_tree_is_complete_and_compiles() {
     run(c.arg("-o").arg(dir.join("quickstart")));
     let path = format!("{}:{}", usr.join("lib").display(), root().join("target/simcuda").display());
     run(Command::new(dir.join("quickstart")).env("LD_LIBRARY_PATH", path));
+    // The command finds the library of its own tree.
+    let out = run(Command::new(usr.join("bin/gpupool")).args(["run", "env"]).env_remove("GPUPOOL_LIBRARY"));
+    let preloaded = format!("LD_PRELOAD={}", usr.join("lib/libgpupool.so").display());
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert!(text.lines().any(|l| l.split([':']).next() == Some(&preloaded)), "{text}");
 }

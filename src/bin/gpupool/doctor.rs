@@ -10,15 +10,20 @@ use crate::program;
 
 /// Say whether the pool works here, and whether it would reach a program
 ///
-/// Tells where the library and the CUDA driver are, what each device offers, and, for a program, whether its CUDA calls would be
-/// reached under `gpupool run`, and by which door: `runtime` (calls of a shared libcudart.so) or `driver` (all else). Nothing is
-/// run and no memory is taken; the program's shared libraries are listed by its own loader, as ldd does.
+/// Tells where the library and the CUDA driver are and what each device offers. For a program: whether its
+/// CUDA calls would be reached under `gpupool run`, and by which door: `runtime` (calls of a shared
+/// libcudart.so) or `driver` (all others). The program is not run and no device memory is taken; the
+/// program's shared libraries are listed by its own loader, as ldd does.
 #[derive(clap::Args)]
-#[command(after_help = "\
-What cannot be seen from outside: a program that loads CUDA with RTLD_DEEPBIND or dlmopen, or that looks dlsym up by
-itself (dlvsym), goes past every preloaded library. `gpupool run --report` shows what was served.
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
+What cannot be seen from outside: a program that loads CUDA with RTLD_DEEPBIND or dlmopen, or asks dlvsym
+for its functions, goes past every preloaded library. `gpupool run --report` shows what was served.
 
-Exit codes: 0 when the library, a working driver and the program, if one is named, were found; else 1.")]
+Exit codes: 0 when the library, a driver that starts and the program (where one is named) were found;
+1 when not; 2 when an argument is wrong."
+)]
 pub struct Options {
     /// The program to look at, by its path or by name on the PATH
     #[arg(value_name = "PROGRAM")]
@@ -26,11 +31,14 @@ pub struct Options {
 }
 
 pub fn doctor(options: Options) -> ExitCode {
-    let library = crate::library();
-    let mut well = library.is_ok();
-    match &library {
-        Ok(path) => say("library", path.display()),
+    let mut well = false;
+    match crate::library() {
         Err(why) => say("library", format_args!("not found: {why}")),
+        Ok(path) if !program::is_gpupool(&path) => say("library", format_args!("{}: not gpupool", path.display())),
+        Ok(path) => {
+            say("library", path.display());
+            well = true;
+        }
     }
     if std::env::var_os("GPUPOOL_INTERPOSE").is_some_and(|v| v == "0") {
         say("note", "GPUPOOL_INTERPOSE=0 is set: no program is reached");
@@ -101,9 +109,9 @@ fn driver() -> bool {
     say(
         "frees",
         if order {
-            "in stream order: GPUPOOL_FREE=order works"
+            "ordered on the device: GPUPOOL_FREE=order works"
         } else {
-            "by a wait of the host: this driver gets GPUPOOL_FREE=sync (order needs CUDA 12.5)"
+            "by a wait of the host: GPUPOOL_FREE=sync is what this driver gets (order needs CUDA 12.5)"
         },
     );
     true

@@ -22,8 +22,8 @@ const USAGE: u8 = 2;
     version,
     about = "A caching allocator for CUDA memory, put under programs as they are",
     after_help = "\
-`gpupool run` starts a program with libgpupool.so preloaded; `gpupool doctor` says whether that will do
-something. The library is looked for in this order: $GPUPOOL_LIBRARY, the folder of this command, and
+`gpupool run` starts a program with libgpupool.so preloaded; `gpupool doctor` says whether that has an
+effect. The library is looked for in this order: $GPUPOOL_LIBRARY, the folder of this command, and
 ../lib and ../lib64 from there.",
     disable_help_subcommand = true
 )]

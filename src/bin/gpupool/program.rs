@@ -12,9 +12,15 @@ use object::Endianness;
 use object::elf::{DT_NEEDED, DT_STRSZ, DT_STRTAB, EM_X86_64, FileHeader64};
 use object::read::elf::{Dyn, FileHeader, ProgramHeader};
 
-/// Names of interpreters that load CUDA when a script asks for it, if at all.
-const RUNTIMES: &[&str] =
-    &["python", "pypy", "julia", "java", "node", "ruby", "perl", "lua", "octave", "R", "bash", "sh", "dash"];
+/// Interpreters that load CUDA when a script asks for it, if at all.
+const RUNTIMES: &[&str] = &["python", "pypy", "julia", "java", "node", "ruby", "perl", "lua", "luajit", "octave", "R"];
+/// Interpreters that start other programs.
+const SHELLS: &[&str] = &["sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh"];
+
+/// Whether `library` is gpupool's, as far as its strings tell.
+pub fn is_gpupool(library: &Path) -> bool {
+    fs::read(library).is_ok_and(|data| data.starts_with(b"\x7fELF") && memmem::find(&data, b"gpupoolMalloc").is_some())
+}
 
 /// The file that `execvp` would take for `name`.
 pub fn find(name: &OsStr) -> Option<PathBuf> {
@@ -111,7 +117,10 @@ fn doors(path: &Path, data: &[u8], libraries: &[Library]) -> String {
             let inside = |l: &&Library| !l.name.starts_with("libgpupool.so") && l.has_cuda_inside();
             match libraries.iter().find(inside) {
                 Some(l) => format!("its {} has CUDA's runtime inside: reached by the driver door", l.name),
-                None if is_runtime(path) => "loads CUDA at run time: reached by the driver door when it does".into(),
+                None if is_one_of(SHELLS, path) => "a shell: what it starts inherits the pool; look at that".into(),
+                None if is_one_of(RUNTIMES, path) => {
+                    "loads CUDA at run time: reached by the driver door when it does".into()
+                }
                 None => "shows no CUDA; should it load CUDA at run time, the driver door reaches it".into(),
             }
         }
@@ -125,11 +134,11 @@ fn has_cuda_inside(data: &[u8]) -> bool {
 }
 
 /// `python3.12` is a `python`.
-fn is_runtime(path: &Path) -> bool {
+fn is_one_of(names: &[&str], path: &Path) -> bool {
     let real = path.canonicalize().unwrap_or_else(|_| path.into());
     [path, &real].iter().any(|p| {
         let name = p.file_name().unwrap_or_default().to_string_lossy();
-        RUNTIMES.contains(&name.trim_end_matches(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-')))
+        names.contains(&name.trim_end_matches(|c: char| c.is_ascii_digit() || matches!(c, '.' | '-')))
     })
 }
 

@@ -11,20 +11,23 @@ use crate::{USAGE, program};
 
 /// Start a program with the pool under it
 ///
-/// Puts the library in front of LD_PRELOAD and becomes the program: its process id, signals and exit code are the program's own.
-/// The children of the program inherit the environment, and with it the pool.
+/// Puts the library in front of LD_PRELOAD and becomes the program: process id, signals and exit code
+/// are the program's own. What the program starts inherits the environment, and with it the pool.
 ///
-/// An option stands for a setting of the library, and overrides the variable of that name. Other settings are given as
-/// variables, as always.
+/// An option stands for the setting in brackets, and overrides that variable. Other settings are given
+/// as variables, as always.
 #[derive(clap::Args)]
-#[command(after_help = "\
+#[command(
+    verbatim_doc_comment,
+    after_help = "\
 Examples:
   gpupool run python3 train.py
   gpupool run --report --max-percent 40 -- ./solver -n 3
   GPUPOOL_DECAY_MS=500 gpupool run ./server
 
-Exit codes: the program's own; 127 when it is not found, 126 when it cannot be executed, 2 when an option is wrong or
-the library is not found.")]
+Exit codes: the program's own; 127 when it is not found, 126 when it cannot be executed, 2 when an
+option is wrong or the library is not found."
+)]
 pub struct Options {
     /// Hold at most this part of each device's memory, over 0 to 100 [GPUPOOL_MAX_MEM_PERCENT]
     #[arg(long, value_name = "N", value_parser = percent)]
