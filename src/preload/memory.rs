@@ -109,6 +109,12 @@ fn plan(free: *mut usize, total: *mut usize) {
     }
 }
 
+/// A free of what is no live block. Idle memory of a pool is nobody's, and where pools cut up the driver's blocks the driver must not
+/// be asked: it would free all of one.
+fn unknown(p: DevicePtr, real: impl FnOnce() -> u32) -> u32 {
+    if p != 0 && registry::is_idle(p) { 1 } else { real() }
+}
+
 /// While a stream is captured a free is forbidden or not, by mode and thread: the driver is asked, with an address that is nobody's. The
 /// code when it forbids it.
 pub(super) fn forbidden(p: DevicePtr, real: impl Fn(DevicePtr) -> u32) -> Option<u32> {
@@ -151,12 +157,12 @@ hooks! {
     fn [cuMemFree_v2] (p: DevicePtr) = |real, _name| {
         match forbidden(p, |p| real(p)) {
             Some(code) => code,
-            None => free(p, &stats::DRIVER, || registry::free_everyone(p)).unwrap_or_else(|| real(p)),
+            None => free(p, &stats::DRIVER, || registry::free_everyone(p)).unwrap_or_else(|| unknown(p, || real(p))),
         }
     };
     fn [cuMemFreeAsync, cuMemFreeAsync_ptsz] (p: DevicePtr, s: usize) = |real, name| {
         let stream = if s == 0 && name.ends_with("_ptsz") { Stream::PER_THREAD } else { Stream(s) };
-        free(p, &stats::DRIVER, || registry::free(p, stream)).unwrap_or_else(|| real(p, s))
+        free(p, &stats::DRIVER, || registry::free(p, stream)).unwrap_or_else(|| unknown(p, || real(p, s)))
     };
 
     fn [cuMemGetInfo_v2] (free: *mut usize, total: *mut usize) = |real, _name| {
