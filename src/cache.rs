@@ -38,10 +38,10 @@ use handover::Handover;
 
 /// Blocks in a magazine at most, and bytes, but for two blocks.
 const BLOCKS: usize = 32;
-const BYTES: usize = 4 << 20;
+const BYTES: usize = 16 << 20;
 /// All magazines of one thread and stream: this share of the pool's live peak, within bounds.
-const SHARE: u64 = 16;
-const SHARE_BOUNDS: (u64, u64) = (32 << 20, 128 << 20);
+const SHARE: u64 = 4;
+const SHARE_BOUNDS: (u64, u64) = (64 << 20, 256 << 20);
 /// Streams that a thread keeps magazines for; the least recently used give theirs back.
 const STREAMS: usize = 16;
 
@@ -354,6 +354,22 @@ fn here() -> Option<&'static Local> {
 #[cold]
 #[inline(never)]
 pub fn malloc_slow(size: usize, s: Stream) -> Result<DevicePtr, Error> {
+    if let Some(local) = here() {
+        local.handover.enter_slow();
+        let inside = Inside(local);
+        if let Some(desk) = inside.front(s)
+            && desk.is_current(s)
+        {
+            let want = desk.pool.request(size)?;
+            if let Some(p) = want.bin.and_then(|bin| desk.take(bin)) {
+                return Ok(p);
+            }
+            // Out again before the pool is asked: short of memory, it empties magazines, these too.
+            let (pool, key) = (desk.pool.clone(), desk.key);
+            drop(inside);
+            return pool.malloc_for(want, User::Stream(key, s));
+        }
+    }
     let pool = registry::pool_for_stream(s)?;
     let want = pool.request(size)?;
     let key = pool.stream_key(s)?;
@@ -363,13 +379,9 @@ pub fn malloc_slow(size: usize, s: Stream) -> Result<DevicePtr, Error> {
     {
         local.handover.enter_slow();
         let inside = Inside(local);
-        let desk = local.desk(&inside, &pool, s, key);
-        if let Some(ready) = desk.pop(bin).or_else(|| desk.refill(bin)) {
-            desk.counters.add(&desk.counters.mallocs, 1);
-            table::block(ready.block).set_state(State::Live);
-            return Ok(ready.addr);
+        if let Some(p) = local.desk(&inside, &pool, s, key).take(bin) {
+            return Ok(p);
         }
-        // Out again before the pool is asked: short of memory, it empties magazines, these too.
     }
     pool.malloc_for(want, User::Stream(key, s))
 }
@@ -379,37 +391,68 @@ pub fn malloc_slow(size: usize, s: Stream) -> Result<DevicePtr, Error> {
 #[inline(never)]
 pub fn free_slow(p: DevicePtr, s: Stream) -> Result<(), Error> {
     driver::driver()?;
-    if let Some((b, block)) = table::find(p)
-        && block.state() == State::Live
-        && block.special.load(Relaxed) == 0
-        && let Some(bin) = block.bin.load(Relaxed).checked_sub(1)
-        && let Some(pool) = registry::owner_of(p)
+    let (ready, bin) = found(p);
+    let block = table::block(ready.block);
+    if block.state() != State::Live || block.special.load(Relaxed) != 0 || bin == usize::MAX {
+        return registry::free(p, s);
+    }
+    if let Some(local) = here() {
+        local.handover.enter_slow();
+        let inside = Inside(local);
+        if let Some(desk) = inside.front(s)
+            && desk.is_current_for_free(s)
+            && desk.space == block.space.load(Relaxed)
+            && desk.put(ready, bin)
+        {
+            return Ok(());
+        }
+    }
+    if let Some(pool) = registry::owner_of(p)
         && let Some(local) = local()
     {
         let key = pool.stream_key(s)?;
         // A stream of another context gets no magazines of this pool.
-        let same = is_implicit(s) && pool.is_current()
-            || !is_implicit(s) && registry::pool_for_stream(s).is_ok_and(|of| of.space_id() == pool.space_id());
-        if !pool::is_capture(key) && same {
+        let same = || match is_implicit(s) {
+            true => pool.is_current(),
+            false => registry::pool_for_stream(s).is_ok_and(|of| of.space_id() == pool.space_id()),
+        };
+        if !pool::is_capture(key) && same() {
             local.handover.enter_slow();
             let inside = Inside(local);
-            let desk = local.desk(&inside, &pool, s, key);
-            let (ready, bin) = (Ready::of(b, block), bin as usize);
-            let half = |desk: &mut Desk| {
-                desk.give_back(Some(bin));
-                desk.push(ready, bin)
-            };
-            let all = |desk: &mut Desk| {
-                desk.give_back(None);
-                desk.push(ready, bin)
-            };
-            if desk.push(ready, bin) || half(desk) || all(desk) {
-                desk.counters.add(&desk.counters.frees, 1);
+            if local.desk(&inside, &pool, s, key).put(ready, bin) {
                 return Ok(());
             }
         }
     }
     registry::free(p, s)
+}
+
+impl Desk {
+    /// A block off the magazine, which is filled from the pool's bin when it is empty.
+    fn take(&mut self, bin: usize) -> Option<DevicePtr> {
+        let ready = self.pop(bin).or_else(|| self.refill(bin))?;
+        self.counters.add(&self.counters.mallocs, 1);
+        table::block(ready.block).set_state(State::Live);
+        Some(ready.addr)
+    }
+
+    /// A block onto the magazine, which gives half to the pool's bin when it is full; when all of them hold too much, every one
+    /// does.
+    fn put(&mut self, ready: Ready, bin: usize) -> bool {
+        let mut done = self.push(ready, bin);
+        if !done && self.magazines.get(bin).is_some_and(|m| m.count >= m.capacity) {
+            self.give_back(Some(bin));
+            done = self.push(ready, bin);
+        }
+        if !done {
+            (0..self.magazines.len()).for_each(|bin| self.give_back(Some(bin)));
+            done = self.push(ready, bin);
+        }
+        if done {
+            self.counters.add(&self.counters.frees, 1);
+        }
+        done
+    }
 }
 
 impl Desk {

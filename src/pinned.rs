@@ -130,7 +130,8 @@ fn marks() -> Option<Vec<(Arc<Pool>, u64)>> {
     if crate::pool::fence::capturing() || !d.has_ctx_fences() {
         return None;
     }
-    registry::present_pool()?;
+    // Work of this context is covered by a pool of its own.
+    registry::with_present_pool(|_| ())?;
     let pools = registry::pools();
     // A device at work without a pool: its work is not covered.
     let active = (0..d.device_count().ok()?).filter(|&o| d.primary_is_active(o) != Ok(false)).count();

@@ -6,6 +6,7 @@
 //!
 //! The registry's lock is the outermost. It is held across no driver call.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -42,11 +43,21 @@ pub fn current_pool() -> Result<Arc<Pool>, Error> {
     pool_of(d, ctx)
 }
 
-/// The same for who stands in for the driver: None when the program did not get so far, or too far, for a pool.
-pub fn present_pool() -> Option<Arc<Pool>> {
+/// The same for who stands in for the driver: None when the program did not get so far, or too far, for a pool. A thread remembers the
+/// last one for as long as nothing died.
+pub fn with_present_pool<R>(act: impl FnOnce(&Arc<Pool>) -> R) -> Option<R> {
+    thread_local!(static LAST: Cell<Option<(u64, Arc<Pool>)>> = const { Cell::new(None) });
     let d = driver::present()?;
     let ctx = d.ctx_current().ok()??;
-    pool_of(d, ctx).ok()
+    let changes = CHANGES.load(Relaxed);
+    let last = LAST.try_with(Cell::take).ok().flatten();
+    let pool = match last {
+        Some((then, pool)) if then == changes && pool.ctx() == ctx && crate::pool::deaths_are_seen() => pool,
+        _ => pool_of(d, ctx).ok()?,
+    };
+    let result = act(&pool);
+    let _ = LAST.try_with(|last| last.set(Some((changes, pool))));
+    Some(result)
 }
 
 /// The pool that memory for `s` comes from: of the stream's own context when it names one, else of the current context.
@@ -103,25 +114,29 @@ pub fn is_idle(p: DevicePtr) -> bool {
 pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
     // No call may reach the driver once the process began to exit.
     driver()?;
-    let shared = shared_key(p);
-    owner_of(p).ok_or(Error::UnknownPointer)?.free(p, s)?;
-    shared.into_iter().for_each(ipc::withdraw);
-    Ok(())
+    let pool = owner_of(p).ok_or(Error::UnknownPointer)?;
+    freeing(&pool, p, || pool.free(p, s))
 }
 
-/// The key under which another process may open the block.
-fn shared_key(p: DevicePtr) -> Option<u64> {
-    let (_, block) = table::find(p)?;
-    (block.special.load(Relaxed) & EXPORTED != 0).then(|| owner_of(p).map(|pool| pool.serial_of(p)))?
+/// A block that other processes may open can be opened no more once it is freed.
+fn freeing(pool: &Pool, p: DevicePtr, free: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+    let shared = table::find(p).is_some_and(|(_, block)| block.special.load(Relaxed) & EXPORTED != 0);
+    let key = shared.then(|| pool.serial_of(p));
+    free()?;
+    key.into_iter().for_each(ipc::withdraw);
+    Ok(())
 }
 
 /// Frees `p` after all work submitted to its context so far, on every stream.
 pub fn free_everyone(p: DevicePtr) -> Result<(), Error> {
     driver()?;
-    let shared = shared_key(p);
-    owner_of(p).ok_or(Error::UnknownPointer)?.free_everyone(p)?;
-    shared.into_iter().for_each(ipc::withdraw);
-    Ok(())
+    let pool = owner_of(p).ok_or(Error::UnknownPointer)?;
+    free_everyone_in(&pool, p)
+}
+
+/// The same for a pool that is known.
+pub fn free_everyone_in(pool: &Pool, p: DevicePtr) -> Result<(), Error> {
+    freeing(pool, p, || pool.free_everyone(p))
 }
 
 /// Marks `p` as used on `s` too, in whichever pool holds it.

@@ -19,7 +19,7 @@
 //! and waiting is `cuCtxSynchronize`.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::{Mutex, RwLock};
@@ -31,9 +31,14 @@ use crate::driver::{Context, CuError, CuResult, CurrentContext, Driver, Event, S
 /// before, and is seen, or after the call.
 static CAPTURES: RwLock<Vec<usize>> = RwLock::new(Vec::new());
 
+/// How many there are, for who only wants to know whether there is one.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
 /// A stream is about to be captured.
 pub fn capture_begins(s: Stream) {
-    CAPTURES.write().push(s.0);
+    let mut captures = CAPTURES.write();
+    captures.push(s.0);
+    COUNT.store(captures.len(), Ordering::Release);
 }
 
 /// The capture of a stream ended, or did not begin, or the stream died.
@@ -41,12 +46,14 @@ pub fn capture_ends(s: Stream) {
     let mut captures = CAPTURES.write();
     if let Some(at) = captures.iter().position(|&c| c == s.0) {
         captures.swap_remove(at);
+        COUNT.store(captures.len(), Ordering::Release);
     }
 }
 
 /// Whether a capture that the doors saw goes on.
+#[inline]
 pub fn capturing() -> bool {
-    !CAPTURES.read().is_empty()
+    COUNT.load(Ordering::Acquire) > 0
 }
 
 /// Makes a call that no capture may see; 900 while there is one.

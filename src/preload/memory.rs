@@ -19,7 +19,7 @@ pub(super) fn allocate(size: usize, door: &Door) -> Option<Result<DevicePtr, u32
             // Whether a capture allows it depends on its mode and thread: the driver knows.
             return None;
         }
-        match registry::present_pool()?.malloc_everyone(size) {
+        match registry::with_present_pool(|pool| pool.malloc_everyone(size))? {
             Ok(p) => Some(Ok(p)),
             Err(Error::OutOfMemory { .. }) if crate::config::get().max_mem.is_some() => Some(Err(2)),
             Err(Error::OutOfMemory { .. }) if crate::config::get().max_mem_percent.is_some() => Some(Err(2)),
@@ -35,21 +35,19 @@ pub(super) fn allocate(size: usize, door: &Door) -> Option<Result<DevicePtr, u32
 }
 
 /// Frees a block of a pool. None: it is none.
-pub(super) fn free(p: DevicePtr, door: &Door, how: impl FnOnce() -> Result<(), Error>) -> Option<u32> {
+pub(super) fn free(p: DevicePtr, door: &Door, how: impl FnOnce(&Pool) -> Result<(), Error>) -> Option<u32> {
     if p == 0 {
         return None;
     }
-    let pool = registry::owner_of(p);
-    if pool.is_none() || driver::is_forked() {
+    let Some(pool) = registry::owner_of(p).filter(|_| !driver::is_forked()) else {
         count(&door.foreign_frees);
         return None;
-    }
+    };
     if driver::is_exiting() {
         // A static destructor's free: the driver takes everything anyway.
         return Some(0);
     }
-    let answer = how();
-    match answer {
+    match how(&pool) {
         Ok(()) => {
             count(&door.frees);
             Some(0)
@@ -157,12 +155,12 @@ hooks! {
     fn [cuMemFree_v2] (p: DevicePtr) = |real, _name| {
         match forbidden(p, |p| real(p)) {
             Some(code) => code,
-            None => free(p, &stats::DRIVER, || registry::free_everyone(p)).unwrap_or_else(|| unknown(p, || real(p))),
+            None => free(p, &stats::DRIVER, |pool| registry::free_everyone_in(pool, p)).unwrap_or_else(|| unknown(p, || real(p))),
         }
     };
     fn [cuMemFreeAsync, cuMemFreeAsync_ptsz] (p: DevicePtr, s: usize) = |real, name| {
         let stream = if s == 0 && name.ends_with("_ptsz") { Stream::PER_THREAD } else { Stream(s) };
-        free(p, &stats::DRIVER, || registry::free(p, stream)).unwrap_or_else(|| unknown(p, || real(p, s)))
+        free(p, &stats::DRIVER, |_| registry::free(p, stream)).unwrap_or_else(|| unknown(p, || real(p, s)))
     };
 
     fn [cuMemGetInfo_v2] (free: *mut usize, total: *mut usize) = |real, _name| {

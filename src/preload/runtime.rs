@@ -40,7 +40,7 @@ hooks! {
         if crate::pool::fence::capturing() {
             return real(p);
         }
-        let answer = memory::free(p as u64, &stats::RUNTIME, || registry::free_everyone(p as u64));
+        let answer = memory::free(p as u64, &stats::RUNTIME, |pool| registry::free_everyone_in(pool, p as u64));
         if answer == Some(0) { 0 } else { real(p) }
     };
     fn [cudaMallocHost] (out: *mut Raw, size: usize) = |real, _name| {
