@@ -261,7 +261,9 @@ pub fn close(d: &'static Driver, p: DevicePtr) -> Option<CuResult<()>> {
 /// Start and bytes of the opened block that holds `p`.
 pub fn range_of(p: DevicePtr) -> Option<(DevicePtr, usize)> {
     let all = OPENED.lock();
-    all.iter().map(|(&start, o)| (start, o.handle.size as usize)).find(|&(start, n)| (start..start + n as u64).contains(&p))
+    all.iter()
+        .map(|(&start, o)| (start, o.handle.size as usize))
+        .find(|&(start, n)| (start..start + n as u64).contains(&p))
 }
 
 fn fetch(handle: &Handle) -> std::io::Result<Vec<(OwnedFd, u64)>> {
@@ -415,7 +417,7 @@ mod tests {
         let before = (sim.live("handles"), sim.live("mappings"));
         let sizes = [2 << 20, 4 << 20];
         let pages: Vec<_> = sizes.iter().map(|&n| (d.page_create(0, n).unwrap(), n)).collect();
-        let block = Shareable { pages: pages.clone(), offset: 1 << 20, size: 3 << 20, ordinal: 0 };
+        let block = Shareable { pages: pages.clone(), offset: 1 << 20, size: 3 << 20 };
         let bytes = publish(d, block, 77).unwrap();
         assert_eq!(open(d, &bytes), Err(CuError::INVALID_CONTEXT), "in the very process");
         // As another process would: what tells it apart is that it does not know the export.

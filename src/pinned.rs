@@ -27,10 +27,13 @@ struct Kind {
     ctx: Context,
 }
 
+/// A mark in every context that there was.
+type Marks = Vec<(Arc<Pool>, u64)>;
+
 struct Idle {
     address: usize,
     /// What must be finished: in every context that had a pool at the free.
-    after: Vec<(Arc<Pool>, u64)>,
+    after: Marks,
 }
 
 #[derive(Default)]
@@ -66,7 +69,7 @@ pub fn take(out: *mut *mut c_void, size: usize, flags: c_uint) -> bool {
         return false;
     }
     let Some(kind) = kind(size, flags) else { return false };
-    let candidates: Vec<(usize, Vec<(Arc<Pool>, u64)>)> = {
+    let candidates: Vec<(usize, Marks)> = {
         let books = BOOKS.lock();
         let idle = books.idle.get(&kind);
         idle.into_iter().flatten().map(|i| (i.address, i.after.clone())).collect()
@@ -125,7 +128,7 @@ pub fn keep(address: usize) -> bool {
 }
 
 /// What must be finished before memory that any context may use is free. None when that cannot be told.
-fn marks() -> Option<Vec<(Arc<Pool>, u64)>> {
+fn marks() -> Option<Marks> {
     let d = driver::present()?;
     if crate::pool::fence::capturing() || !d.has_ctx_fences() {
         return None;

@@ -2,7 +2,6 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-#[derive(Default)]
 pub struct Door {
     pub mallocs: AtomicU64,
     pub frees: AtomicU64,
@@ -11,11 +10,14 @@ pub struct Door {
     pub foreign_frees: AtomicU64,
 }
 
-const NONE: AtomicU64 = AtomicU64::new(0);
-
 impl Door {
     const fn new() -> Door {
-        Door { mallocs: NONE, frees: NONE, foreign_mallocs: NONE, foreign_frees: NONE }
+        Door {
+            mallocs: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            foreign_mallocs: AtomicU64::new(0),
+            foreign_frees: AtomicU64::new(0),
+        }
     }
 
     pub fn counts(&self) -> [u64; 4] {

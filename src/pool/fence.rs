@@ -149,13 +149,8 @@ impl Fences {
         stamp <= self.finished.load(Ordering::Acquire)
     }
 
-    /// Whether all work that the context is given from now on comes after everything up to `stamp`. No driver call.
-    #[inline]
-    pub fn is_ordered(&self, stamp: u64) -> bool {
-        stamp <= self.barred.load(Ordering::Acquire) || self.is_finished(stamp)
-    }
-
-    /// The latest ordered epoch: grows with every bar, poll or wait that changed something.
+    /// The latest *ordered* epoch: all work that the context is given from now on comes after everything up to it. Grows with every bar,
+    /// poll or wait that changed something. No driver call.
     pub fn ordered(&self) -> u64 {
         self.barred.load(Ordering::Acquire).max(self.finished())
     }

@@ -18,7 +18,7 @@ use crate::source::{Arena, Segment, Shareable};
 /// few driver calls. A larger request gets what it asks for.
 const PIECE: (usize, usize) = (2 * MIB, 32 * MIB);
 /// A piece is this share of what the arena holds.
-const PIECE_SHARE: usize = 64;
+const PIECE_SHARE: usize = 128;
 /// Pages that are moved for one request at most (55 us each): past that, new memory is cheaper than a heap of small pages.
 const MOVED: usize = 16;
 /// Idle memory that never goes back by itself, at least: what the next small program step needs anyway.
@@ -443,7 +443,6 @@ impl Inner {
         Shareable {
             offset: (start - from) as usize,
             size,
-            ordinal: 0,
             pages: pages.iter().map(|&(_, size, handle)| (handle, size)).collect(),
         }
     }
@@ -499,6 +498,6 @@ impl Pool {
             let whole = inner.pages[arena as usize].get(&p).is_some_and(|page| page.size == size);
             return if whole { Ok(None) } else { Err(Error::InvalidArgument) };
         }
-        Ok(Some(Shareable { ordinal: self.ordinal, ..inner.close_pages(b) }))
+        Ok(Some(inner.close_pages(b)))
     }
 }

@@ -5,9 +5,10 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use super::hooks::hooks;
 use crate::driver::{self, Context, DevicePtr, Stream};
 use crate::error::Error;
+use crate::pinned;
 use crate::pool::Pool;
+use crate::registry;
 use crate::stats::{self, Door, count};
-use crate::{pinned, registry};
 
 type Raw = *mut c_void;
 
@@ -153,7 +154,7 @@ hooks! {
         }
     };
     fn [cuMemFree_v2] (p: DevicePtr) = |real, _name| {
-        match forbidden(p, |p| real(p)) {
+        match forbidden(p, real) {
             Some(code) => code,
             None => free(p, &stats::DRIVER, |pool| registry::free_everyone_in(pool, p)).unwrap_or_else(|| unknown(p, || real(p))),
         }

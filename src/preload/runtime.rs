@@ -6,7 +6,9 @@ use std::sync::atomic::AtomicUsize;
 
 use super::hooks::{self, hooks};
 use super::memory;
-use crate::{driver, registry, stats};
+use crate::driver;
+use crate::registry;
+use crate::stats;
 
 type Raw = *mut c_void;
 

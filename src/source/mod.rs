@@ -45,6 +45,7 @@ pub struct Segment {
 
 impl Segment {
     /// Base and size of every page.
+    #[cfg(test)]
     pub fn pages(&self) -> impl Iterator<Item = (DevicePtr, usize)> {
         let mut at = self.base;
         self.parts.iter().map(move |&(_, size)| {
@@ -77,7 +78,6 @@ pub struct Shareable {
     /// Bytes from the first page's start.
     pub offset: usize,
     pub size: usize,
-    pub ordinal: i32,
 }
 
 pub trait Source: Send + Sync {
