@@ -89,6 +89,7 @@ demo: build
 
 test: build
 	$(RUN_SIM) $(CARGO) test -p simcuda-driver -p gpupool
+	$(CARGO) test --release -p gpupool-model
 
 check: build
 	$(CARGO) fmt --all --check

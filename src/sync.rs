@@ -1,6 +1,6 @@
 //! What the lock-free parts are made of, apart so that a model checker can put its own in their place (`tests/model`).
 
-pub use std::sync::atomic::{AtomicBool, Ordering};
+pub use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 pub use parking_lot::Mutex;
 

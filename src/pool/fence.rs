@@ -19,12 +19,13 @@
 //! and waiting is `cuCtxSynchronize`.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::RwLock;
 
 use crate::driver::{Context, CuError, CuResult, CurrentContext, Driver, Event, Stream};
+use crate::sync::{AtomicU64, Mutex, Ordering};
 
 /// Streams being captured, as far as the doors see: while there is one, neither an event of a context nor a wait for one may be asked
 /// for (each answers 900, and the capture is lost). Whoever makes such a call holds this for reading, so that a capture begins either
