@@ -65,7 +65,7 @@ const CACHED_FLOOR: usize = 32 * MIB;
 const MAX_PENDING: usize = 16;
 /// A bar is due when this many frees without a stream wait for one, or when they hold this share of the live peak (a barrier every 64
 /// launches costs a launch-bound program 0.14 us a launch on an H200, one every 16 launches 0.5).
-const BATCH: usize = 16;
+const BATCH: usize = 32;
 const BATCH_SHARE: u64 = 32;
 const BATCH_FLOOR: usize = 8 * MIB;
 /// Set in the key of a stream that is being captured.
@@ -248,7 +248,9 @@ impl Pool {
 
     /// Memory for work submitted to any stream of the context from now on.
     pub fn malloc_everyone(&self, size: usize) -> Result<DevicePtr, Error> {
+        // There are no bins for it: to the granule.
         let want = self.request(size)?;
+        let want = Request { size: round_up(size).unwrap_or(want.size), bin: None, ..want };
         let block = table::block(self.serve(want, User::Everyone)?);
         let waste = block.size.load(Ordering::Relaxed) - size as u64;
         block.waste.store(waste.try_into().unwrap_or(0), Ordering::Relaxed);
@@ -275,7 +277,7 @@ impl Pool {
     fn serve(&self, want: Request, user: User) -> Result<BlockId, Error> {
         {
             let mut inner = self.inner.lock();
-            let due = matches!(user, User::Everyone) && inner.batch_is_due();
+            let due = matches!(user, User::Everyone) && inner.batch_is_due(want);
             if !due && let Some(b) = inner.take(user, want) {
                 self.note_peak(&mut inner);
                 return Ok(self.mark_captured(b, user));

@@ -168,6 +168,12 @@ impl Space {
         Some(b)
     }
 
+    /// Whether `o` has a free block of exactly `size` bytes, among the first of its class.
+    pub fn has_exactly(&self, o: OwnerId, size: usize) -> bool {
+        let (top, sub) = class_of(size);
+        top < TOP && self.chain(self.owners[o as usize].heads[top][sub]).take(SCAN).any(|b| self.size(b) == size)
+    }
+
     /// As `alloc`, but nothing is cut off: the best block of `size` to `most` bytes, whole.
     pub fn alloc_whole(&mut self, o: OwnerId, size: usize, most: usize) -> Option<BlockId> {
         let b = self.find(o, round_up(size)?).filter(|&b| self.size(b) <= most)?;
