@@ -1,6 +1,7 @@
 //! What the pool's lock guards: who owns which free space, the bins, the pages. No driver call in here.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::fence::Fences;
@@ -18,6 +19,21 @@ pub(super) const CAPTURED: u8 = 2;
 pub const EXPORTED: u8 = 4;
 /// It lies in a page that takes no new blocks.
 pub(super) const CLOSED: u8 = 8;
+
+/// Large blocks under this lie at low addresses, close together; the best fit is for those that fill pages of their own.
+const LOW: usize = 32 << 20;
+/// Of so many idle pages, in the order they should go, the one is taken that fits a hole best.
+const LOOK: usize = 64;
+
+/// A page that could move.
+#[derive(Clone, Copy)]
+pub struct Idle {
+    pub arena: Arena,
+    pub base: u64,
+    pub size: usize,
+    /// The order to take them in.
+    rank: (usize, u64, usize),
+}
 
 /// One owner for each arena.
 pub(super) type Owners = [OwnerId; 3];
@@ -50,6 +66,8 @@ pub(super) struct Inner {
     pub stats: PoolStats,
     /// Bytes held, by arena.
     pub held_by: [usize; 3],
+    /// Pages that had to be moved lately: what says that more idle memory would pay.
+    pub moves: usize,
     /// The most that was live since the decay last looked, and before that.
     pub recent_peak: [u64; 2],
 }
@@ -86,6 +104,7 @@ impl Inner {
             swept: 0,
             stats: PoolStats::default(),
             held_by: [0; 3],
+            moves: 0,
             recent_peak: [0; 2],
         }
     }
@@ -157,11 +176,11 @@ impl Inner {
     /// A block out of free space.
     pub fn take_free(&mut self, owners: Owners, want: Request) -> Option<BlockId> {
         let owner = owners[want.arena as usize];
-        let b = if self.whole && want.arena == Arena::Large {
-            self.space.alloc_whole(owner, want.size, want.size + want.size / 4)?
-        } else {
-            self.space.alloc(owner, want.size)?
-        };
+        let b = match want.arena {
+            Arena::Large if self.whole => self.space.alloc_whole(owner, want.size, want.size + want.size / 4),
+            Arena::Large if want.size < LOW => self.space.alloc_low(owner, want.size),
+            _ => self.space.alloc(owner, want.size),
+        }?;
         if let Some(bin) = want.bin.filter(|_| self.space.size(b) == want.size) {
             table::block(b).bin.store(bin as u16 + 1, Relaxed);
         }
@@ -301,6 +320,21 @@ impl Inner {
         }
     }
 
+    /// With one stream in all, what is anybody's is that stream's: free memory that two owners have does not merge, and a block then goes
+    /// to the better half of what is there (twice as many pages move for it). Another stream gets it as it gets all finished memory.
+    pub fn give_to_only_stream(&mut self, user: User) {
+        let User::Stream(key, _) = user else { return };
+        if key & CAPTURE != 0 || self.streams.len() != 1 {
+            return;
+        }
+        let Some(owners) = self.streams.get(&key).map(|s| s.owners) else { return };
+        for (from, to) in self.common.into_iter().zip(owners) {
+            for b in self.space.free_blocks_from(from, super::space::GRANULE) {
+                self.space.set_owner(b, to);
+            }
+        }
+    }
+
     /// The latest stamp of free memory that is not finished, captures' aside.
     pub fn latest_unfinished(&self, fences: &Fences) -> Option<u64> {
         let blocks = self.owners().flat_map(|o| self.space.free_blocks_from(o, super::space::GRANULE));
@@ -328,51 +362,88 @@ impl Inner {
         Ok(())
     }
 
-    /// Wholly free, finished pages leave the books: of `owners`, those in the largest free blocks first, until `bytes` are taken.
-    pub fn take_idle_pages(&mut self, fences: &Fences, owners: &[OwnerId], bytes: usize) -> Vec<Segment> {
-        let mut out = Vec::new();
-        let mut left = bytes;
+    /// Wholly free, finished pages of `owners` outside a range: first those whose leaving breaks the least. That is those of free blocks
+    /// that consist of whole pages, and the last of a block first, so that the rest stays in one piece (a third of the pages that
+    /// would have to be moved if the largest blocks came first).
+    pub fn idle_pages(&self, fences: &Fences, owners: &[OwnerId], outside: &Range<u64>) -> Vec<Idle> {
+        let mut out: Vec<Idle> = Vec::new();
         for &o in owners {
             let arena = self.arenas[o as usize];
-            let Some(smallest) = self.pages[arena as usize].values().map(|p| p.size).min() else { continue };
-            let mut blocks = self.space.free_blocks_from(o, smallest);
-            blocks.sort_unstable_by_key(|&b| std::cmp::Reverse(self.space.size(b)));
-            for b in blocks {
-                if left == 0 {
-                    return out;
+            let pages = &self.pages[arena as usize];
+            let Some(smallest) = pages.values().map(|p| p.size).min() else { continue };
+            for b in self.space.free_blocks_from(o, smallest) {
+                if !fences.is_finished(self.space.stamp(b)) {
+                    continue;
                 }
-                if fences.is_finished(self.space.stamp(b)) {
-                    self.take_pages_in(b, arena, &mut left, &mut out);
-                }
+                let (start, size) = (self.space.addr(b), self.space.size(b));
+                let end = start + size as u64;
+                let over = |base: u64, size: usize| base < outside.end && base + size as u64 > outside.start;
+                let inside = pages.range(start..end).map(|(&base, page)| (base, page.size));
+                let inside = inside.filter(|&(base, size)| base + size as u64 <= end && !over(base, size));
+                let first = out.len();
+                out.extend(inside.map(|(base, size)| Idle { arena, base, size, rank: (0, start, 0) }));
+                let broken = size - out[first..].iter().map(|p| p.size).sum::<usize>();
+                out[first..].iter_mut().rev().enumerate().for_each(|(i, p)| (p.rank.0, p.rank.2) = (broken, i));
+            }
+        }
+        out.sort_unstable_by_key(|p| p.rank);
+        out
+    }
+
+    /// Idle pages leave the books. Those that cannot, because the records have run out, stay.
+    pub fn take_pages(&mut self, mut idle: Vec<Idle>, owners: &[OwnerId]) -> Vec<Segment> {
+        // From the end of a block on, so that what comes before keeps its record.
+        idle.sort_unstable_by_key(|p| std::cmp::Reverse(p.base));
+        let mut free: Vec<(u64, BlockId)> = Vec::new();
+        for &o in owners {
+            free.extend(self.space.free_blocks_from(o, super::space::GRANULE).iter().map(|&b| (self.space.addr(b), b)));
+        }
+        free.sort_unstable();
+        let mut out = Vec::new();
+        for page in idle {
+            let at = free.partition_point(|&(addr, _)| addr <= page.base);
+            if self.space.remove_range(free[at - 1].1, page.base, page.size) {
+                out.extend(self.pages[page.arena as usize].remove(&page.base));
+                self.held(page.arena, -(page.size as isize));
             }
         }
         out
     }
 
-    fn take_pages_in(&mut self, mut b: BlockId, arena: Arena, left: &mut usize, out: &mut Vec<Segment>) {
-        let start = self.space.addr(b);
-        let end = start + self.space.size(b) as u64;
-        let pages = self.pages[arena as usize].range(start..end).map(|(&base, page)| (base, page.size));
-        let inside: Vec<(u64, usize)> = pages.filter(|&(base, size)| base + size as u64 <= end).collect();
-        // From the end of the block, so that what is before stays one block.
-        for (base, size) in inside.into_iter().rev() {
-            if *left == 0 {
-                return;
+    /// The pages for a hole of `need` bytes with room for `room`, out of `idle`, which come in the order to take them. They are marked as
+    /// taken by the size 0.
+    pub fn choose(idle: &mut [Idle], need: usize, room: usize, page: usize) -> Vec<Idle> {
+        let (mut got, mut out, mut from) = (0, Vec::new(), 0);
+        while got < need {
+            while idle.get(from).is_some_and(|p| p.size == 0) {
+                from += 1;
             }
-            // What follows the page, if anything, is a block of its own afterwards; `b` is what comes before.
-            let before = (base > self.space.addr(b)).then_some(b);
-            if !self.space.remove_range(b, base, size) {
-                return;
-            }
-            let page = self.pages[arena as usize].remove(&base).expect("the page was just listed");
-            self.held(arena, -(size as isize));
-            *left = left.saturating_sub(size);
-            out.push(page);
-            match before {
-                Some(before) => b = before,
-                None => return,
-            }
+            // What is more than is needed is lost to others; what is less than a page costs another move.
+            let left = need - got;
+            let loss = |p: &Idle| match p.size {
+                size if size >= left => size - left,
+                size if size >= page => 0,
+                _ => usize::MAX,
+            };
+            let fits = |p: &&mut Idle| p.size > 0 && p.size <= room - got;
+            let Some(best) = idle[from..].iter_mut().filter(fits).take(LOOK).min_by_key(|p| loss(p)) else { break };
+            got += best.size;
+            out.push(*best);
+            best.size = 0;
         }
+        out
+    }
+
+    /// Wholly free, finished pages leave the books, until `bytes` are taken.
+    pub fn take_idle_pages(&mut self, fences: &Fences, owners: &[OwnerId], bytes: usize) -> Vec<Segment> {
+        let mut left = bytes;
+        let mut idle = self.idle_pages(fences, owners, &(0..0));
+        idle.retain(|p| {
+            let wanted = left > 0;
+            left = left.saturating_sub(p.size);
+            wanted
+        });
+        self.take_pages(idle, owners)
     }
 
     pub fn held(&mut self, arena: Arena, change: isize) {

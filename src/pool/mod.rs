@@ -38,6 +38,7 @@ mod inner;
 mod pages;
 pub mod space;
 pub mod table;
+mod window;
 
 pub use pages::wait_for_growth;
 

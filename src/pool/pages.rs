@@ -9,6 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use super::inner::{CLOSED, EXPORTED, Inner};
 use super::space::{BlockId, GRANULE};
 use super::table;
+use super::window::{self, Hole, Window};
 use super::{BATCH, BATCH_FLOOR, BATCH_SHARE, MAX_PENDING, MIB, Pool, Request, SourceKind, TINY, User};
 use crate::driver::{CurrentContext, DevicePtr, PageHandle, RelaxedCapture, Stream};
 use crate::error::Error;
@@ -18,13 +19,29 @@ use crate::source::{Arena, Segment, Shareable};
 /// few driver calls. A larger request gets what it asks for.
 const PIECE: (usize, usize) = (2 * MIB, 32 * MIB);
 /// A piece is this share of what the arena holds.
-const PIECE_SHARE: usize = 128;
-/// Pages that are moved for one request at most (55 us each): past that, new memory is cheaper than a heap of small pages.
-const MOVED: usize = 16;
+const PIECE_SHARE: usize = 64;
+/// A page of large blocks is this share of all that is held, of small ones this share of what their arena holds, rounded down to a power
+/// of two. (Half as large, and a fifth more pages are made and moved on random sizes up to 512 MiB.)
+const UNIT_SHARE: usize = 32;
+const SMALL_UNIT_SHARE: usize = 8;
+/// The slack starts at this share of the live peak, and every page that has to be moved (48 us) adds to it, up to `GPUPOOL_SLACK`: a program
+/// that asks for the same sizes at each step moves a few pages once, and stays tight; one that never does needs the room.
+const SLACK_MIN: f64 = 0.03;
+const SLACK_PER_MOVE: f64 = 0.002;
 /// Idle memory that never goes back by itself, at least: what the next small program step needs anyway.
 const KEPT: usize = 16 * MIB;
 /// How often an allocation that the driver refuses is tried again while other threads give memory back.
 const RETRIES: usize = 64;
+
+/// Pages for one place.
+struct Part {
+    /// None: anywhere.
+    at: Option<DevicePtr>,
+    /// These move there, and new pages of `page` bytes make up for what is lacking to `size`.
+    pages: Vec<Segment>,
+    size: usize,
+    page: usize,
+}
 
 /// Some pool took memory since the last look.
 static GREW: (Mutex<bool>, Condvar) = (Mutex::new(false), Condvar::new());
@@ -71,17 +88,10 @@ impl Pool {
         if let Some(b) = self.take_elsewhere(want, user, fenced) {
             return Ok(b);
         }
-        let piece = self.piece(want);
-        if self.within_slack(want, piece) {
-            match self.grow(want, user, piece) {
-                Err(Error::OutOfMemory { .. }) => {}
-                other => return other,
-            }
-        }
-        if let Some(b) = self.move_pages(want, user, fenced)? {
+        if let Some(b) = self.make_room(want, user, fenced)? {
             return Ok(b);
         }
-        match self.grow(want, user, piece) {
+        match self.grow(want, user, self.piece(want)) {
             Err(Error::OutOfMemory { .. }) => {}
             other => return other,
         }
@@ -159,104 +169,178 @@ impl Pool {
 
     // ---- growth ----
 
-    /// What is taken from the source for `want`.
+    /// What is taken from the source for `want`, by itself.
     fn piece(&self, want: Request) -> usize {
         let held = self.inner.lock().held_by[want.arena as usize];
         (held / PIECE_SHARE).clamp(PIECE.0, PIECE.1).max(want.size)
     }
 
-    /// Whether the pool may hold `more` bytes without looking for pages to move.
-    fn within_slack(&self, want: Request, more: usize) -> bool {
-        let (held, live) = {
-            let inner = self.inner.lock();
-            let in_use = inner.space.used_total() as u64 - inner.stats.cached + want.size as u64;
-            (inner.stats.held, inner.stats.peak_live.max(in_use))
-        };
-        let room = live as f64 * (1.0 + self.slack) + PIECE.1 as f64;
-        held as f64 + more as f64 <= room && !self.short_of_memory(more)
-    }
-
-    /// New memory of `bytes`, or a little more, and the block out of it. Where free space borders on the end of the arena, only what it
-    /// lacks is taken.
+    /// New memory of `bytes`, or a little more, and the block out of it.
     fn grow(&self, want: Request, user: User, bytes: usize) -> Result<BlockId, Error> {
-        let tail = {
-            let mut inner = self.inner.lock();
-            let owner = inner.owners_of(user, self.bins.len())[want.arena as usize];
-            inner.tail(want.arena, owner)
-        };
-        if let Some((end, free)) = tail
-            && free < want.size
-        {
-            let lacking = (bytes - free.min(bytes - GRANULE)).max(want.size - free);
-            if let Some(segment) = self.source.acquire_at(end, lacking)?
-                && let Some(b) = self.add(segment, want, user)?
-            {
-                return Ok(b);
-            }
-        }
         let segment = self.source.acquire(want.arena, bytes)?;
-        // Another thread may have taken the tail that this one counted on; a whole segment always fits.
-        self.add(segment, want, user)?.ok_or(Error::OutOfMemory { asked: want.size, detail: None })
+        self.add(segment, want.arena, user)?;
+        let mut inner = self.inner.lock();
+        let owners = inner.owners_of(user, self.bins.len());
+        // Another thread of the same user may have been faster.
+        inner.take_free(owners, want).ok_or(Error::OutOfMemory { asked: want.size, detail: None })
     }
 
-    /// The segment becomes free space of `user`, and the block is cut from it.
-    fn add(&self, segment: Segment, want: Request, user: User) -> Result<Option<BlockId>, Error> {
+    /// The segment becomes free space of `user`.
+    fn add(&self, segment: Segment, arena: Arena, user: User) -> Result<(), Error> {
         tell_growth();
         let paged = self.source.kind() == SourceKind::Vmm;
         let refused = {
             let mut inner = self.inner.lock();
-            let owners = inner.owners_of(user, self.bins.len());
-            match inner.add_pages(segment, want.arena, owners[want.arena as usize], paged) {
-                Ok(()) => return Ok(inner.take_free(owners, want)),
+            let owner = inner.owners_of(user, self.bins.len())[arena as usize];
+            match inner.add_pages(segment, arena, owner, paged) {
+                Ok(()) => return Ok(()),
                 Err(segment) => segment,
             }
         };
         log::warn!("the tables for blocks are full");
+        let asked = refused.size;
         self.source.release(refused)?;
-        Ok(None)
+        Err(Error::OutOfMemory { asked, detail: None })
     }
 
-    // ---- pages that move ----
+    // ---- where pages go ----
 
-    /// Wholly free pages move to a new range that fits the request. None when there are not enough of them.
-    fn move_pages(&self, want: Request, user: User, fenced: bool) -> Result<Option<BlockId>, Error> {
+    /// Maps what a request lacks beside free memory, or all of it anywhere: new pages within the slack, else wholly free ones that move.
+    /// None when there is not enough of either, or no pages at all.
+    fn make_room(&self, want: Request, user: User, fenced: bool) -> Result<Option<BlockId>, Error> {
         if self.source.kind() != SourceKind::Vmm {
             return Ok(None);
         }
-        if fenced {
-            let _ = self.fences.close();
-        }
         let _ = self.fences.poll();
+        if let Some(b) = self.merge_and_take(want, user) {
+            return Ok(Some(b));
+        }
+        let unit = self.unit(want);
+        let lacking = self.window(want, user, unit).lacking;
+        let grows = self.within_slack(want, lacking, unit);
+        // Worth an event where what is idle would do.
+        if !grows && fenced && self.idle_bytes() >= lacking {
+            let _ = self.fences.close();
+            let _ = self.fences.poll();
+            if let Some(b) = self.merge_and_take(want, user) {
+                return Ok(Some(b));
+            }
+        }
+        if !grows {
+            self.release_small(user, unit)?;
+        }
+        let grows = grows || self.within_slack(want, lacking, unit);
+        let Some(plan) = self.plan(want, user, unit, !grows) else { return Ok(None) };
+        let moving: usize = plan.iter().map(|p| p.pages.len()).sum();
+        let mut failed = None;
+        for part in plan {
+            if failed.is_some() {
+                // Nobody waits for these any more.
+                part.pages.into_iter().try_for_each(|page| self.source.release(page))?;
+                continue;
+            }
+            let gathered = self.source.gather(want.arena, part.at, part.pages, part.size, part.page);
+            if let Err(e) = gathered.map_err(Error::from).and_then(|segment| self.add(segment, want.arena, user)) {
+                failed = Some(e);
+            }
+        }
+        self.releasing.fetch_sub(moving, Ordering::AcqRel);
+        match failed {
+            None => {
+                let mut inner = self.inner.lock();
+                let owners = inner.owners_of(user, self.bins.len());
+                Ok(inner.take_free(owners, want))
+            }
+            Some(Error::OutOfMemory { .. }) => Ok(None),
+            Some(e) => Err(e),
+        }
+    }
+
+    /// Free memory of the stream itself and what is anybody's become one.
+    fn merge_and_take(&self, want: Request, user: User) -> Option<BlockId> {
+        let mut inner = self.inner.lock();
+        inner.sweep(&self.fences, None, usize::MAX);
+        inner.give_to_only_stream(user);
+        inner.take(user, want)
+    }
+
+    /// The size of new pages, which grows with the pool, so that a small program holds little and a large one makes few driver calls.
+    fn unit(&self, want: Request) -> usize {
+        let inner = self.inner.lock();
+        let held = match want.arena {
+            Arena::Large => inner.stats.held as usize / UNIT_SHARE,
+            small => inner.held_by[small as usize] / SMALL_UNIT_SHARE,
+        };
+        let most = PIECE.1.min(self.source.page_max());
+        1 << held.clamp(PIECE.0.min(most), most).ilog2()
+    }
+
+    /// Where the request goes.
+    fn window(&self, want: Request, user: User, unit: usize) -> Window {
+        let mut inner = self.inner.lock();
+        inner.window(want, user, unit, self.bins.len())
+    }
+
+    /// Whether the pool may hold `more` bytes before pages are moved.
+    fn within_slack(&self, want: Request, more: usize, unit: usize) -> bool {
+        let (held, live, moves) = {
+            let inner = self.inner.lock();
+            let in_use = inner.space.used_total() as u64 - inner.stats.cached + want.size as u64;
+            (inner.stats.held, inner.stats.peak_live.max(in_use), inner.moves)
+        };
+        let slack = (SLACK_MIN + moves as f64 * SLACK_PER_MOVE).min(self.slack);
+        let room = live as f64 * (1.0 + slack) + unit as f64;
+        held as f64 + more as f64 <= room && !self.short_of_memory(more)
+    }
+
+    /// Pages from when the pool was small go back: they would be moved one by one for ever.
+    fn release_small(&self, user: User, unit: usize) -> Result<(), Error> {
         let pages = {
             let mut inner = self.inner.lock();
-            inner.sweep(&self.fences, None, usize::MAX);
-            let owners: Vec<_> = inner.common.into_iter().chain(inner.owners_of(user, self.bins.len())).collect();
-            let idle: usize = owners.iter().map(|&o| inner.space.free_bytes(o)).sum();
-            if idle < want.size {
-                return Ok(None);
-            }
-            let pages = inner.take_idle_pages(&self.fences, &owners, want.size);
+            let owners = inner.reach(user, self.bins.len());
+            let mut idle = inner.idle_pages(&self.fences, &owners, &(0..0));
+            idle.retain(|p| p.size * 2 < unit);
+            let pages = inner.take_pages(idle, &owners);
             self.releasing.fetch_add(pages.len(), Ordering::AcqRel);
             pages
         };
-        let (count, bytes) = (pages.len(), pages.iter().map(|p| p.size).sum::<usize>());
-        if count == 0 {
-            return Ok(None);
+        self.release_pages(pages)
+    }
+
+    /// What is to be mapped where. With `moving`, idle pages come first.
+    fn plan(&self, want: Request, user: User, unit: usize, moving: bool) -> Option<Vec<Part>> {
+        let left = crate::source::budget::of(self.driver, self.ordinal).ok().and_then(|b| b.left());
+        let mut inner = self.inner.lock();
+        let window = inner.window(want, user, unit, self.bins.len());
+        let owner = inner.owners_of(user, self.bins.len())[want.arena as usize];
+        let owners = inner.reach(user, self.bins.len());
+        inner.own_window(want.arena, owner, &window);
+        let around = window
+            .holes
+            .iter()
+            .fold(window.start..window.end, |r, h| r.start.min(h.base)..r.end.max(h.base + h.need as u64));
+        let mut idle = if moving { inner.idle_pages(&self.fences, &owners, &around) } else { Vec::new() };
+        let (mut left, mut chosen) = (left.unwrap_or(usize::MAX), Vec::new());
+        let tail = (unit / 2).max(PIECE.0.min(unit));
+        for hole in &window.holes {
+            let pages = Inner::choose(&mut idle, hole.need, hole.room, unit);
+            let there: usize = pages.iter().map(|p| p.size).sum();
+            let new = hole.need.saturating_sub(there);
+            let whole = new.next_multiple_of(tail).min(hole.room.saturating_sub(there));
+            let new = if whole <= left { whole } else { new.next_multiple_of(PIECE.0) };
+            left = left.checked_sub(new)?;
+            chosen.push((pages, there + new));
         }
-        // Too few: they go on into what is new, when new memory may be had.
-        let size = want.size.max(bytes);
-        let gathered = if count > MOVED && bytes < want.size {
-            let released = pages.into_iter().try_for_each(|page| self.source.release(page));
-            released.and_then(|()| self.source.acquire(want.arena, size))
-        } else {
-            self.source.gather(want.arena, pages, size)
-        };
-        self.releasing.fetch_sub(count, Ordering::AcqRel);
-        match gathered.map_err(Error::from) {
-            Ok(segment) => self.add(segment, want, user),
-            Err(Error::OutOfMemory { .. }) => Ok(None),
-            Err(e) => Err(e),
-        }
+        let parts = window.holes.iter().zip(chosen).map(|(hole, (pages, size))| {
+            let count: usize = pages.iter().map(|p| p.size).sum();
+            let new = size - count;
+            let pages = inner.take_pages(pages, &owners);
+            inner.moves += pages.len();
+            self.releasing.fetch_add(pages.len(), Ordering::AcqRel);
+            let there: usize = pages.iter().map(|p| p.size).sum();
+            Part { at: (hole.base != 0).then_some(hole.base), size: there + new, pages, page: unit }
+        });
+        Some(parts.collect())
     }
 
     /// Everything that is finished, in whatever arena, coalesced.
@@ -359,14 +443,19 @@ impl Pool {
             let bytes = pages.iter().map(|s| s.size).sum();
             (pages, bytes)
         };
+        self.release_pages(pages)?;
+        Ok(bytes)
+    }
+
+    /// Pages that left the books, and count as on their way back, go back.
+    fn release_pages(&self, pages: Vec<Segment>) -> Result<(), Error> {
         let mut first = Ok(());
         for page in pages {
             let released = self.source.release(page);
             self.releasing.fetch_sub(1, Ordering::AcqRel);
             first = first.and(released);
         }
-        first?;
-        Ok(bytes)
+        Ok(first?)
     }
 
     /// Called now and then: what was not needed since the last two calls goes back, but for a little. Returns the bytes.
@@ -376,6 +465,7 @@ impl Pool {
             let mut inner = self.inner.lock();
             let peak = inner.recent_peak[0].max(inner.recent_peak[1]).max(live);
             inner.recent_peak = [live, inner.recent_peak[0]];
+            inner.moves /= 2;
             let keep = peak + (peak / 16).max(KEPT as u64);
             if inner.stats.held <= keep {
                 return Ok(0);
@@ -409,10 +499,47 @@ impl Pool {
 }
 
 impl Inner {
-    /// Where `arena` ends, and the bytes of the free block of `owner` there.
-    fn tail(&self, arena: Arena, owner: u32) -> Option<(u64, usize)> {
-        let end = self.pages[arena as usize].values().next_back().map(|p| p.base + p.size as u64)?;
-        Some((end, self.space.free_tail(end, owner).map_or(0, |b| self.space.size(b))))
+    /// The owners of what `user` may have: the common ones, and its own.
+    fn reach(&mut self, user: User, bins: usize) -> Vec<u32> {
+        let mut owners = self.common.to_vec();
+        owners.extend(self.owners_of(user, bins).into_iter().filter(|o| !self.common.contains(o)));
+        owners
+    }
+
+    /// Where the request goes: the window that lacks least, or a range of its own, whose base is given as 0.
+    fn window(&mut self, want: Request, user: User, unit: usize, bins: usize) -> Window {
+        let size = if want.arena == Arena::Large { want.size } else { want.size.max(unit) };
+        let apart = Window {
+            start: 0,
+            end: 0,
+            holes: vec![Hole { base: 0, need: size, room: usize::MAX }],
+            lacking: size.next_multiple_of(unit),
+        };
+        // Small blocks lie wherever a page is.
+        if want.arena != Arena::Large {
+            return apart;
+        }
+        let own = self.owners_of(user, bins)[want.arena as usize];
+        let mut owners = vec![own, self.common[want.arena as usize]];
+        owners.dedup();
+        let from = self.pages[want.arena as usize].keys().next().copied().unwrap_or(0);
+        let found = window::best(&self.space.gaps(&owners, from), size, unit);
+        found.filter(|w| w.lacking <= apart.lacking).unwrap_or(apart)
+    }
+
+    /// The free memory of a window becomes `owner`'s, so that it will be one with what is mapped beside it.
+    fn own_window(&mut self, arena: Arena, owner: u32, window: &Window) {
+        let common = self.common[arena as usize];
+        if common == owner {
+            return;
+        }
+        let all = self.space.free_blocks(common);
+        let spans: Vec<_> = all.into_iter().map(|b| (b, self.space.addr(b), self.space.size(b))).collect();
+        for (b, start, size) in spans {
+            if start < window.end && start + size as u64 > window.start {
+                self.space.set_owner(b, owner);
+            }
+        }
     }
 
     // ---- pages closed to new blocks: another process sees all of a page of which it was given one block ----

@@ -83,15 +83,22 @@ pub struct Shareable {
 pub trait Source: Send + Sync {
     /// A contiguous range of `size` bytes or a little more, 512-byte aligned or better. On failure nothing is held.
     fn acquire(&self, arena: Arena, size: usize) -> CuResult<Segment>;
-    /// As `acquire`, at exactly `base`; None when those addresses are taken, or cannot be chosen.
-    fn acquire_at(&self, _base: DevicePtr, _size: usize) -> CuResult<Option<Segment>> {
-        Ok(None)
-    }
-    /// The memory of `pages`, whose work must be complete, moves to a new contiguous range, with new pages up to `size` bytes. On
-    /// failure the pages are gone, and nothing is held.
-    fn gather(&self, arena: Arena, pages: Vec<Segment>, size: usize) -> CuResult<Segment> {
+    /// The memory of `pages`, whose work must be complete, moves to a contiguous range, followed by new pages of `page` bytes each up to
+    /// `size` in all: to `at`, or anywhere when those addresses are not free. On failure the pages are gone, and nothing is held.
+    fn gather(
+        &self,
+        arena: Arena,
+        _at: Option<DevicePtr>,
+        pages: Vec<Segment>,
+        size: usize,
+        _page: usize,
+    ) -> CuResult<Segment> {
         pages.into_iter().try_for_each(|page| self.release(page))?;
         self.acquire(arena, size)
+    }
+    /// The largest page; 0 where there are none.
+    fn page_max(&self) -> usize {
+        0
     }
     /// Gives a segment back, or a page of one. All work that used it must be complete, unless the driver waits.
     fn release(&self, segment: Segment) -> CuResult<()>;

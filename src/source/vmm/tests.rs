@@ -67,7 +67,7 @@ fn pages_move_to_where_they_are_needed() {
     let stays = pages.remove(1);
     let free = sim.driver.mem_info().unwrap().0;
     // 68 MiB are there; 4 MiB are made.
-    let moved = source.gather(Arena::Large, pages, 72 * MIB).unwrap();
+    let moved = source.gather(Arena::Large, None, pages, 72 * MIB, 32 * MIB).unwrap();
     assert_eq!((moved.size, free - sim.driver.mem_info().unwrap().0), (72 * MIB, 4 * MIB));
     let end = moved.base + moved.size as u64;
     assert!(end <= stays.base || stays.base + stays.size as u64 <= moved.base);
@@ -78,15 +78,17 @@ fn pages_move_to_where_they_are_needed() {
     for call in ["cuMemCreate:1", "cuMemMap:2", "cuMemSetAccess:1"] {
         let pages = source.acquire(Arena::Large, 64 * MIB).unwrap().into_pages().collect();
         sim.fail(call);
-        let refused = source.gather(Arena::Large, pages, 80 * MIB).map(|s| s.base);
+        let refused = source.gather(Arena::Large, None, pages, 80 * MIB, 32 * MIB).map(|s| s.base);
         sim.fail("");
         assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}");
     }
     // At the end of what is there, when those addresses are free.
-    let next = source.acquire_at(end, 2 * MIB).unwrap().expect("nothing lies there");
+    let next = source.gather(Arena::Large, Some(end), Vec::new(), 2 * MIB, 2 * MIB).unwrap();
     assert_eq!(next.base, end);
-    assert!(source.acquire_at(stays.base, 2 * MIB).unwrap().is_none());
-    for segment in [moved, stays, next] {
+    let other = source.gather(Arena::Large, Some(stays.base), Vec::new(), 6 * MIB, 2 * MIB).unwrap();
+    assert_ne!(other.base, stays.base);
+    assert_eq!(other.pages().map(|p| p.1).collect::<Vec<_>>(), [2 * MIB; 3]);
+    for segment in [moved, stays, next, other] {
         source.release(segment).unwrap();
     }
     assert_eq!(books(&sim, &source), before);
