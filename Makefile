@@ -52,10 +52,10 @@ PRELOAD_LIBS := liba libb libproxy libctor
 c-programs: $(PROGRAMS:%=$(CBIN)/%) $(CBIN)/static_runtime $(PRELOAD_PROGRAMS:%=$(CBIN)/preload/%)
 $(CBIN)/%: tests/c/%.c tests/c/check.h include/cnmem.h include/gpupool.h | simcuda $(RELEASE)/libgpupool.so.0
 	@mkdir -p $(CBIN)
-	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lgpupool -lcudart -ldl -lpthread
+	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lcudart -lgpupool -ldl -lpthread
 $(CBIN)/%: c_examples/%.c include/cnmem.h include/gpupool.h | simcuda $(RELEASE)/libgpupool.so.0
 	@mkdir -p $(CBIN)
-	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lgpupool -lcudart -ldl -lpthread
+	$(CC) $(CFLAGS_C) $(SIM_INC) -Iinclude $< -o $@ -L$(SIM) -L$(RELEASE) -lcudart -lgpupool -ldl -lpthread
 # The static runtime: the same program, without libcudart.so.
 $(CBIN)/static_runtime: c_examples/quickstart.c include/cnmem.h | simcuda $(RELEASE)/libgpupool.so.0
 	@mkdir -p $(CBIN)
@@ -80,7 +80,7 @@ $(filter-out %/preload_static,$(PRELOAD_PROGRAMS:%=$(CBIN)/preload/%)): $(CBIN)/
 demo: build
 	@if nvidia-smi -L >/dev/null 2>&1 && [ -n "$(CUDA_HOME)" ] && [ -e "$(CUDA_HOME)/include/cuda_runtime_api.h" ]; then \
 	  echo "demo: on the GPU ($$(nvidia-smi -L | head -1))"; \
-	  $(CC) $(CFLAGS_C) -I$(CUDA_HOME)/include -Iinclude c_examples/caffe_train.c -o $(CBIN)/caffe_train_gpu -L$(CUDA_HOME)/lib64 -L$(RELEASE) -lgpupool -lcudart \
+	  $(CC) $(CFLAGS_C) -I$(CUDA_HOME)/include -Iinclude c_examples/caffe_train.c -o $(CBIN)/caffe_train_gpu -L$(CUDA_HOME)/lib64 -L$(RELEASE) -lcudart -lgpupool \
 	  && LD_LIBRARY_PATH=$(CURDIR)/$(RELEASE):$(CUDA_HOME)/lib64:$$LD_LIBRARY_PATH $(CBIN)/caffe_train_gpu 128 --iterations 200; \
 	else \
 	  echo "demo: no GPU with a CUDA toolkit here; on simcuda, whose costs are not a GPU's"; \

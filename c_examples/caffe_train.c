@@ -1,7 +1,7 @@
 /* A training loop as NVCaffe runs one, on bare cudaMalloc and on the pool: a train net and a test net with AlexNet's layer
  * sizes, whose activations, gradients and workspaces are allocated and freed every iteration, on two streams. A layer's work
  * is an asynchronous memset and copy over its tensors.
- * Build: cc caffe_train.c -lgpupool -lcudart */
+ * Build: cc caffe_train.c -lcudart -lgpupool */
 #define _POSIX_C_SOURCE 200809L
 #include <cnmem.h>
 #include <cuda_runtime_api.h>

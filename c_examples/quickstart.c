@@ -1,5 +1,5 @@
 /* The shortest way in: CNMeM's interface, served by libgpupool.
- * Build: cc quickstart.c -lgpupool -lcudart */
+ * Build: cc quickstart.c -lcudart -lgpupool */
 #include <cnmem.h>
 #include <cuda_runtime_api.h>
 #include <stdio.h>

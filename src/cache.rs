@@ -392,6 +392,10 @@ pub fn malloc_slow(size: usize, s: Stream) -> Result<DevicePtr, Error> {
 pub fn free_slow(p: DevicePtr, s: Stream) -> Result<(), Error> {
     driver::driver()?;
     let (ready, bin) = found(p);
+    if ready.block == table::NIL {
+        // Before the first pool there are no records to look at.
+        return registry::free(p, s);
+    }
     let block = table::block(ready.block);
     if block.state() != State::Live || block.special.load(Relaxed) != 0 || bin == usize::MAX {
         return registry::free(p, s);

@@ -313,17 +313,17 @@ fn idle_memory_goes_back(interval: std::time::Duration) {
             if driver().is_err() {
                 return;
             }
-            let mut given = 0;
+            let mut more = false;
             for pool in pools() {
                 // A context that nobody sees die must be one that never does.
                 if pool.is_primary() || config::get().interpose == Some(true) || crate::pool::deaths_are_seen() {
-                    given += pool.decay().unwrap_or_else(|e| {
+                    more |= pool.decay().unwrap_or_else(|e| {
                         log::debug!("idle memory stays: {e}");
-                        0
+                        false
                     });
                 }
             }
-            quiet = if given == 0 { quiet + 1 } else { 0 };
+            quiet = if more { 0 } else { quiet + 1 };
         }
     }
 }
@@ -380,7 +380,7 @@ fn report() {
             "gpupool: device {}: {} mallocs, {:.1} % from the cache, peak live {} MiB, peak held {} MiB, {} fences, {} waits",
             ordinal,
             s.mallocs,
-            100.0 * s.hits as f64 / s.mallocs.max(1) as f64,
+            100.0 * s.mallocs.saturating_sub(s.grown) as f64 / s.mallocs.max(1) as f64,
             s.peak_live >> 20,
             s.peak_held >> 20,
             s.fences,

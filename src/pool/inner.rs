@@ -356,6 +356,7 @@ impl Inner {
             return Err(segment);
         }
         self.held(arena, segment.size as isize);
+        self.stats.grown += 1;
         for page in segment.into_pages() {
             self.pages[arena as usize].insert(page.base, page);
         }

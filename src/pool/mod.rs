@@ -133,6 +133,8 @@ pub struct PoolStats {
     pub fences: u64,
     /// Times the host waited for the device.
     pub waits: u64,
+    /// Mallocs that took new memory, or moved pages.
+    pub grown: u64,
 }
 
 /// Ready blocks that somebody above the pool keeps: the magazines of one thread.

@@ -91,7 +91,13 @@ impl Pool {
         if let Some(b) = self.make_room(want, user, fenced)? {
             return Ok(b);
         }
-        match self.grow(want, user, self.piece(want)) {
+        let piece = self.piece(want);
+        if self.source.kind() != SourceKind::Vmm && !self.within_slack(want, piece, PIECE.1) {
+            // Whole blocks of the driver's fit few sizes: what has piled up goes back, as CUB's does when its share is full.
+            let live = self.stats().live as usize;
+            self.release_idle(live + live / 4)?;
+        }
+        match self.grow(want, user, piece) {
             Err(Error::OutOfMemory { .. }) => {}
             other => return other,
         }
@@ -458,21 +464,24 @@ impl Pool {
         Ok(first?)
     }
 
-    /// Called now and then: what was not needed since the last two calls goes back, but for a little. Returns the bytes.
-    pub fn decay(&self) -> Result<usize, Error> {
-        let keep = {
+    /// Called now and then: what was not needed since the last two calls goes back, but for a little. True when there may be more to give
+    /// back later.
+    pub fn decay(&self) -> Result<bool, Error> {
+        let enough = |live: u64| live + (live / 16).max(KEPT as u64);
+        let (keep, later) = {
             let live = self.stats().live;
             let mut inner = self.inner.lock();
             let peak = inner.recent_peak[0].max(inner.recent_peak[1]).max(live);
             inner.recent_peak = [live, inner.recent_peak[0]];
             inner.moves /= 2;
-            let keep = peak + (peak / 16).max(KEPT as u64);
-            if inner.stats.held <= keep {
-                return Ok(0);
+            let later = inner.stats.held > enough(live);
+            if inner.stats.held <= enough(peak) {
+                return Ok(later);
             }
-            keep
+            (enough(peak), later)
         };
-        self.trim(keep as usize)
+        self.trim(keep as usize)?;
+        Ok(later)
     }
 
     /// The context died: everything is forgotten. Pages do not belong to a context and are given back; `cuMemAlloc`'s memory

@@ -292,7 +292,9 @@ fn idle_memory_decays() {
     let p = pool.malloc_everyone(400 * MIB).unwrap();
     let small = pool.malloc_everyone(10 * MIB).unwrap();
     pool.free_everyone(p).unwrap();
-    assert_eq!(pool.decay().unwrap(), 0, "it was in use a moment ago");
+    let held = pool.stats().held;
+    assert!(pool.decay().unwrap(), "there will be more to give back");
+    assert_eq!(pool.stats().held, held, "it was in use a moment ago");
     pool.decay().unwrap();
     pool.decay().unwrap();
     assert!(pool.stats().held < 100 * MIB as u64, "{:?}", pool.stats());
