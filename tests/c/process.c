@@ -41,6 +41,8 @@ int main(int argc, char **argv) {
   }
   if (strcmp(mode, "fork")) return fprintf(stderr, "usage: %s none|fork|exit\n", argv[0]), 2;
   MUST(cudaFree(0));
+  /* Before there is a pool nothing is known, and that is an answer. */
+  EQ(gpupoolFree((void *)0x1234, 0), 1);
   MUST(gpupoolMalloc(&block, 1 << 20, 0));
   MUST(cudaMemset(block, 7, 1 << 20));
   pid_t pid = fork();
