@@ -22,6 +22,8 @@ pub(super) const CLOSED: u8 = 8;
 
 /// Large blocks under this lie at low addresses, close together; the best fit is for those that fill pages of their own.
 const LOW: usize = 32 << 20;
+/// From so many moved pages on. Sizes that recur at every step want the best fit (a training run held 7 % more without it).
+const LOW_MOVES: usize = 16;
 /// Of so many idle pages, in the order they should go, the one is taken that fits a hole best.
 const LOOK: usize = 64;
 
@@ -176,11 +178,14 @@ impl Inner {
     /// A block out of free space.
     pub fn take_free(&mut self, owners: Owners, want: Request) -> Option<BlockId> {
         let owner = owners[want.arena as usize];
-        let b = match want.arena {
-            Arena::Large if self.whole => self.space.alloc_whole(owner, want.size, want.size + want.size / 4),
-            Arena::Large if want.size < LOW => self.space.alloc_low(owner, want.size),
-            _ => self.space.alloc(owner, want.size),
-        }?;
+        let large = want.arena == Arena::Large;
+        let b = if large && self.whole {
+            self.space.alloc_whole(owner, want.size, want.size + want.size / 4)?
+        } else if large && want.size < LOW && self.moves >= LOW_MOVES {
+            self.space.alloc_low(owner, want.size)?
+        } else {
+            self.space.alloc(owner, want.size)?
+        };
         if let Some(bin) = want.bin.filter(|_| self.space.size(b) == want.size) {
             table::block(b).bin.store(bin as u16 + 1, Relaxed);
         }
@@ -363,9 +368,9 @@ impl Inner {
         Ok(())
     }
 
-    /// Wholly free, finished pages of `owners` outside a range: first those whose leaving breaks the least. That is those of free blocks
-    /// that consist of whole pages, and the last of a block first, so that the rest stays in one piece (a third of the pages that
-    /// would have to be moved if the largest blocks came first).
+    /// Wholly free, finished pages of `owners` outside a range: first those whose leaving breaks the least. That is those of small
+    /// free blocks that consist of whole pages, and the last of a block first, so that the rest stays in one piece. (With the largest
+    /// blocks first, twice as many pages move; without a look at the blocks' sizes, 7 % more near a limit.)
     pub fn idle_pages(&self, fences: &Fences, owners: &[OwnerId], outside: &Range<u64>) -> Vec<Idle> {
         let mut out: Vec<Idle> = Vec::new();
         for &o in owners {
@@ -384,7 +389,11 @@ impl Inner {
                 let first = out.len();
                 out.extend(inside.map(|(base, size)| Idle { arena, base, size, rank: (0, start, 0) }));
                 let broken = size - out[first..].iter().map(|p| p.size).sum::<usize>();
-                out[first..].iter_mut().rev().enumerate().for_each(|(i, p)| (p.rank.0, p.rank.2) = (broken, i));
+                out[first..]
+                    .iter_mut()
+                    .rev()
+                    .enumerate()
+                    .for_each(|(i, p)| (p.rank.0, p.rank.2) = (broken + size / 8, i));
             }
         }
         out.sort_unstable_by_key(|p| p.rank);

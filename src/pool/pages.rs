@@ -19,15 +19,16 @@ use crate::source::{Arena, Segment, Shareable};
 /// few driver calls. A larger request gets what it asks for.
 const PIECE: (usize, usize) = (2 * MIB, 32 * MIB);
 /// A piece is this share of what the arena holds.
-const PIECE_SHARE: usize = 64;
+const PIECE_SHARE: usize = 128;
 /// A page of large blocks is this share of all that is held, of small ones this share of what their arena holds, rounded down to a power
-/// of two. (Half as large, and a fifth more pages are made and moved on random sizes up to 512 MiB.)
+/// of two. (Half as large, and a fifth more pages are made and moved on random sizes up to 512 MiB; twice as large, and a training
+/// run whose frees are not finished holds 4 % more.)
 const UNIT_SHARE: usize = 32;
 const SMALL_UNIT_SHARE: usize = 8;
 /// The slack starts at this share of the live peak, and every page that has to be moved (48 us) adds to it, up to `GPUPOOL_SLACK`: a program
 /// that asks for the same sizes at each step moves a few pages once, and stays tight; one that never does needs the room.
 const SLACK_MIN: f64 = 0.03;
-const SLACK_PER_MOVE: f64 = 0.002;
+const SLACK_PER_MOVE: f64 = 0.001;
 /// Idle memory that never goes back by itself, at least: what the next small program step needs anyway.
 const KEPT: usize = 16 * MIB;
 /// How often an allocation that the driver refuses is tried again while other threads give memory back.
@@ -92,7 +93,7 @@ impl Pool {
             return Ok(b);
         }
         let piece = self.piece(want);
-        if self.source.kind() != SourceKind::Vmm && !self.within_slack(want, piece, PIECE.1) {
+        if self.source.kind() != SourceKind::Vmm && !self.within_slack(want, piece) {
             // Whole blocks of the driver's fit few sizes: what has piled up goes back, as CUB's does when its share is full.
             let live = self.stats().live as usize;
             self.release_idle(live + live / 4)?;
@@ -223,9 +224,8 @@ impl Pool {
         }
         let unit = self.unit(want);
         let lacking = self.window(want, user, unit).lacking;
-        let grows = self.within_slack(want, lacking, unit);
-        // Worth an event where what is idle would do.
-        if !grows && fenced && self.idle_bytes() >= lacking {
+        let grows = self.within_slack(want, lacking);
+        if !grows && fenced {
             let _ = self.fences.close();
             let _ = self.fences.poll();
             if let Some(b) = self.merge_and_take(want, user) {
@@ -235,14 +235,17 @@ impl Pool {
         if !grows {
             self.release_small(user, unit)?;
         }
-        let grows = grows || self.within_slack(want, lacking, unit);
+        let grows = grows || self.within_slack(want, lacking);
         let Some(plan) = self.plan(want, user, unit, !grows) else { return Ok(None) };
         let moving: usize = plan.iter().map(|p| p.pages.len()).sum();
         let mut failed = None;
         for part in plan {
             if failed.is_some() {
                 // Nobody waits for these any more.
-                part.pages.into_iter().try_for_each(|page| self.source.release(page))?;
+                for page in part.pages {
+                    let released = self.source.release(page);
+                    released.unwrap_or_else(|e| log::warn!("a page on its way could not be given back: {e:?}"));
+                }
                 continue;
             }
             let gathered = self.source.gather(want.arena, part.at, part.pages, part.size, part.page);
@@ -288,15 +291,17 @@ impl Pool {
     }
 
     /// Whether the pool may hold `more` bytes before pages are moved.
-    fn within_slack(&self, want: Request, more: usize, unit: usize) -> bool {
-        let (held, live, moves) = {
+    fn within_slack(&self, want: Request, more: usize) -> bool {
+        let (held, live, moves, idle) = {
             let inner = self.inner.lock();
             let in_use = inner.space.used_total() as u64 - inner.stats.cached + want.size as u64;
-            (inner.stats.held, inner.stats.peak_live.max(in_use), inner.moves)
+            let idle = inner.stats.held.saturating_sub(inner.space.used_total() as u64);
+            (inner.stats.held, inner.stats.peak_live.max(in_use), inner.moves, idle)
         };
         let slack = (SLACK_MIN + moves as f64 * SLACK_PER_MOVE).min(self.slack);
-        let room = live as f64 * (1.0 + slack) + unit as f64;
-        held as f64 + more as f64 <= room && !self.short_of_memory(more)
+        let room = live as f64 * (1.0 + slack);
+        // A little that lies idle is not worth a look.
+        (held as f64 + more as f64 <= room || idle < KEPT as u64) && !self.short_of_memory(more)
     }
 
     /// Pages from when the pool was small go back: they would be moved one by one for ever.
@@ -327,12 +332,12 @@ impl Pool {
             .fold(window.start..window.end, |r, h| r.start.min(h.base)..r.end.max(h.base + h.need as u64));
         let mut idle = if moving { inner.idle_pages(&self.fences, &owners, &around) } else { Vec::new() };
         let (mut left, mut chosen) = (left.unwrap_or(usize::MAX), Vec::new());
-        let tail = (unit / 2).max(PIECE.0.min(unit));
         for hole in &window.holes {
             let pages = Inner::choose(&mut idle, hole.need, hole.room, unit);
             let there: usize = pages.iter().map(|p| p.size).sum();
             let new = hole.need.saturating_sub(there);
-            let whole = new.next_multiple_of(tail).min(hole.room.saturating_sub(there));
+            // Pages of one size fit each other's holes: with halves too, a third more of them move.
+            let whole = new.next_multiple_of(unit).min(hole.room.saturating_sub(there));
             let new = if whole <= left { whole } else { new.next_multiple_of(PIECE.0) };
             left = left.checked_sub(new)?;
             chosen.push((pages, there + new));

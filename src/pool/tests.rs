@@ -37,13 +37,36 @@ fn a_stream_gets_its_own_memory_back_at_once() {
     for size in [1, 512, 100_000, MIB, MIB + 1, 40 * MIB] {
         let p = pool.malloc(size, s).unwrap();
         assert_eq!(p % 512, 0);
-        let fences = pool.stats().fences;
         pool.free(p, s).unwrap();
         assert_eq!(pool.malloc(size, s).unwrap(), p, "size {size}");
-        assert_eq!(pool.stats().fences, fences, "a stream's own memory needs no fence");
         pool.free(p, s).unwrap();
         pool.check().unwrap();
     }
+    assert_eq!(pool.stats().fences, 0, "one stream needs no fence");
+    empty(&pool);
+}
+
+#[test]
+fn a_larger_request_takes_only_what_free_memory_lacks() {
+    let sim = testing::sim();
+    let pool = pool(&sim, 0);
+    let s = sim.stream();
+    let first = pool.malloc(96 * MIB, s).unwrap();
+    // A page behind it, which is live: there is no room to grow there, so the free memory goes to where there is.
+    let wall = pool.malloc(8 * MIB, s).unwrap();
+    pool.free(first, s).unwrap();
+    let held = pool.stats().held as usize;
+    let second = pool.malloc(120 * MIB, s).unwrap();
+    assert_ne!(second, first);
+    assert!(pool.stats().held as usize <= held + 32 * MIB, "{} bytes held", pool.stats().held);
+    pool.check().unwrap();
+    // With nothing behind it, it grows in place.
+    pool.free(second, s).unwrap();
+    assert_eq!(pool.malloc(124 * MIB, s).unwrap(), second);
+    assert!(pool.stats().held as usize <= held + 32 * MIB, "{} bytes held", pool.stats().held);
+    pool.free(second, s).unwrap();
+    pool.free(wall, s).unwrap();
+    pool.check().unwrap();
     empty(&pool);
 }
 
