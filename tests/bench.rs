@@ -19,7 +19,11 @@ const FIGURES: [&str; 9] = [
 fn make_bench_prints_each_figure_on_a_line() {
     for args in ["", "--no-preload"] {
         let mut make = Command::new("make");
-        make.current_dir(Path::new(env!("CARGO_MANIFEST_DIR"))).args(["--no-print-directory", "bench", &format!("BENCH_ARGS={args}")]);
+        make.current_dir(Path::new(env!("CARGO_MANIFEST_DIR"))).args([
+            "--no-print-directory",
+            "bench",
+            &format!("BENCH_ARGS={args}"),
+        ]);
         // `make test` runs this: its flags are not this make's.
         make.env_remove("MAKEFLAGS").env_remove("MFLAGS").env_remove("MAKELEVEL");
         let out = make.env("FIGURES_QUICK", "1").output().expect("make runs");
