@@ -231,15 +231,16 @@ impl Source for VmmSource {
             unmapped = unmapped.and(self.unmap(page, &mut parts));
         }
         let there: usize = parts.iter().map(|p| p.1).sum();
-        let size = self.rounded(size)?.max(there);
-        let more = unmapped.and_then(|()| self.budget.take(size - there));
-        let base = more.and_then(|()| {
+        let wanted = unmapped.and_then(|()| self.rounded(size)).map(|size| size.max(there));
+        let more = wanted.and_then(|size| self.budget.take(size - there).map(|()| size));
+        let base = more.and_then(|size| {
             let mut ranges = self.ground[arena as usize].1.lock();
             let base = at.filter(|&at| ranges.take_at(at, size)).or_else(|| ranges.take(size));
-            base.ok_or(CuError::OUT_OF_MEMORY).inspect_err(|_| self.budget.give(size - there))
+            let base = base.ok_or(CuError::OUT_OF_MEMORY).inspect_err(|_| self.budget.give(size - there));
+            base.map(|base| (base, size))
         });
         match base {
-            Ok(base) => self.build(base, size, page.clamp(self.granularity, self.page_max), parts),
+            Ok((base, size)) => self.build(base, size, page.clamp(self.granularity, self.page_max), parts),
             Err(e) => {
                 for (handle, size) in parts {
                     self.budget.give(size);

@@ -82,6 +82,10 @@ fn pages_move_to_where_they_are_needed() {
         sim.fail("");
         assert_eq!(refused, Err(CuError::OUT_OF_MEMORY), "{call}");
     }
+    // More than there is: the pages go back all the same.
+    let pages = source.acquire(Arena::Large, 64 * MIB).unwrap().into_pages().collect();
+    let refused = source.gather(Arena::Large, None, pages, usize::MAX / 4, 32 * MIB).map(|s| s.base);
+    assert_eq!(refused, Err(CuError::OUT_OF_MEMORY));
     // At the end of what is there, when those addresses are free.
     let next = source.gather(Arena::Large, Some(end), Vec::new(), 2 * MIB, 2 * MIB).unwrap();
     assert_eq!(next.base, end);
