@@ -181,6 +181,8 @@ pub struct Pool {
     space_id: u16,
     /// Pages on their way back to the driver: memory that is about to be free again.
     releasing: AtomicUsize,
+    /// Pages that went back or moved so far: more may be free than at the last look.
+    given_back: AtomicUsize,
     /// Frees that wait for a bar: copies to the host look here.
     open: AtomicUsize,
     /// Contexts of other devices whose kernels may use this memory.
@@ -214,6 +216,7 @@ impl Pool {
             space_id: space.id(),
             inner: Mutex::new(Inner::new(space, source.kind() != SourceKind::Vmm)),
             releasing: AtomicUsize::new(0),
+            given_back: AtomicUsize::new(0),
             open: AtomicUsize::new(0),
             readers: Mutex::default(),
             dead: AtomicBool::new(false),

@@ -2,7 +2,7 @@
 //! are made here, with no lock held.
 
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
@@ -31,8 +31,10 @@ const SLACK_MIN: f64 = 0.03;
 const SLACK_PER_MOVE: f64 = 0.001;
 /// Idle memory that never goes back by itself, at least: what the next small program step needs anyway.
 const KEPT: usize = 16 * MIB;
-/// How often an allocation that the driver refuses is tried again while other threads give memory back.
+/// How often an allocation that the driver refuses is tried again while other threads take what was given back.
 const RETRIES: usize = 64;
+/// How long it waits, in all, for pages that other threads are giving back: only a thread that hangs in the driver takes longer.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Pages for one place.
 struct Part {
@@ -105,7 +107,10 @@ impl Pool {
         // The driver, or the limit, has no more. Others may be giving back or taking at the same moment: try for as long as that
         // changes anything.
         self.drain_magazines();
-        for _ in 0..RETRIES {
+        let began = Instant::now();
+        let mut tries = 0;
+        while tries < RETRIES {
+            let seen = self.given_back.load(Ordering::Acquire);
             if let Some(b) = self.take_anything(want, user) {
                 return Ok(b);
             }
@@ -114,11 +119,15 @@ impl Pool {
                 Err(Error::OutOfMemory { .. }) => {}
                 other => return other,
             }
-            if released > 0 {
+            let others =
+                || self.releasing.load(Ordering::Acquire) > 0 || self.given_back.load(Ordering::Acquire) != seen;
+            if released == 0 && others() && began.elapsed() < PATIENCE {
+                // Not a try: on a busy machine the thread that gives back may not have run since the last look.
+                std::thread::sleep(Duration::from_micros(50));
                 continue;
             }
-            if self.releasing.load(Ordering::Acquire) > 0 {
-                std::thread::sleep(Duration::from_micros(50));
+            tries += 1;
+            if released > 0 {
                 continue;
             }
             if !fenced || !self.wait_for_pending() {
@@ -253,7 +262,7 @@ impl Pool {
                 failed = Some(e);
             }
         }
-        self.releasing.fetch_sub(moving, Ordering::AcqRel);
+        self.left(moving);
         match failed {
             None => {
                 let mut inner = self.inner.lock();
@@ -463,10 +472,16 @@ impl Pool {
         let mut first = Ok(());
         for page in pages {
             let released = self.source.release(page);
-            self.releasing.fetch_sub(1, Ordering::AcqRel);
+            self.left(1);
             first = first.and(released);
         }
         Ok(first?)
+    }
+
+    /// Pages that counted as on their way are where they went.
+    fn left(&self, pages: usize) {
+        self.given_back.fetch_add(pages, Ordering::AcqRel);
+        self.releasing.fetch_sub(pages, Ordering::AcqRel);
     }
 
     /// Called now and then: what was not needed since the last two calls goes back, but for a little. True when there may be more to give

@@ -70,6 +70,51 @@ fn a_larger_request_takes_only_what_free_memory_lacks() {
     empty(&pool);
 }
 
+/// Gives pages back slowly, as a thread does that the scheduler has forgotten.
+struct Slow(Arc<dyn Source>);
+
+impl Source for Slow {
+    fn acquire(&self, arena: Arena, size: usize) -> crate::driver::CuResult<crate::source::Segment> {
+        self.0.acquire(arena, size)
+    }
+    fn page_max(&self) -> usize {
+        self.0.page_max()
+    }
+    fn release(&self, segment: crate::source::Segment) -> crate::driver::CuResult<()> {
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        self.0.release(segment)
+    }
+    fn kind(&self) -> SourceKind {
+        self.0.kind()
+    }
+}
+
+#[test]
+fn memory_on_its_way_back_is_waited_for() {
+    let sim = testing::sim();
+    let ctx = sim.context(0);
+    let d = sim.driver;
+    let source = Arc::new(Slow(Arc::new(crate::source::vmm(d, 0).expect("simcuda has VMM"))));
+    let pool = Pool::new(d, ctx, d.ctx_id(ctx).unwrap(), (0, true), source, &config()).unwrap();
+    let s = sim.stream();
+    let (free, _) = d.mem_info().unwrap();
+    let blocks: Vec<_> = (0..8).map(|_| pool.malloc(free / 9, s).unwrap()).collect();
+    blocks.into_iter().for_each(|p| pool.free(p, s).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            d.ctx_set_current(Some(ctx)).unwrap();
+            pool.trim(0).unwrap();
+        });
+        while pool.stats().held > 0 {
+            std::thread::yield_now();
+        }
+        // The books are empty, the device is full.
+        let p = pool.malloc(free / 2, s).unwrap();
+        pool.free(p, s).unwrap();
+    });
+    empty(&pool);
+}
+
 #[test]
 fn wrong_pointers_change_nothing() {
     let sim = testing::sim();
