@@ -29,8 +29,8 @@ use parking_lot::Mutex;
 use crate::arch;
 use crate::driver::{self, CHANGES, DevicePtr, Driver, Stream};
 use crate::error::Error;
-use crate::pool::space::GRANULE;
-use crate::pool::table::{self, Block, BlockId, State};
+use crate::pool::bins;
+use crate::pool::table::{self, BlockId, entry};
 use crate::pool::{self, Magazines, Pool, PoolStats, User};
 use crate::registry;
 use crate::sync::Barrier;
@@ -47,98 +47,79 @@ const STREAMS: usize = 16;
 
 // ---- the hot paths ----
 
-/// A block of `size` bytes off a magazine of this thread. None: the long way.
-#[inline]
+/// A block of `size` bytes off a magazine of this thread. None: the long way, for size 0 too.
+#[inline(always)]
 pub fn malloc(size: usize, s: Stream) -> Option<DevicePtr> {
     let local = here()?;
     let inside = local.enter()?;
-    let desk = inside.front(s)?;
-    let bin = desk.pool.bin_of(size)?;
-    if !desk.is_current(s) {
-        return None;
-    }
-    let ready = desk.pop(bin)?;
-    desk.counters.add(&desk.counters.mallocs, 1);
-    desk.last = (ready, bin);
-    table::block(ready.block).set_state(State::Live);
-    Some(ready.addr)
+    let desk = inside.at_hand(s)?;
+    let bin = *desk.bins.get(bins::granules(size))?;
+    desk.pop(bin as usize)
 }
 
 /// Puts a block on a magazine of this thread. False: the long way.
-#[inline]
+#[inline(always)]
 pub fn free(p: DevicePtr, s: Stream) -> bool {
     let Some(local) = here() else { return false };
     let Some(inside) = local.enter() else { return false };
-    let Some(desk) = inside.front(s) else { return false };
-    // What was taken last is often freed first: then nothing need be looked up.
-    let (ready, bin) = if p == desk.last.0.addr { desk.last } else { found(p) };
-    let block = table::block(ready.block);
-    // The record of what was taken last may be another block's by now.
-    if block.state() != State::Live
-        || block.addr.load(Relaxed) != p
-        || block.special.load(Relaxed) != 0
-        || block.space.load(Relaxed) != desk.space
-        || !desk.is_current_for_free(s)
-        || !desk.push(ready, bin)
-    {
-        return false;
-    }
-    desk.counters.add(&desk.counters.frees, 1);
-    true
-}
-
-/// The block in use that starts at `p`, and its bin; of anything else, block 0, which is never live.
-#[inline]
-fn found(p: DevicePtr) -> (Ready, usize) {
-    let Some((b, block)) = table::find(p) else { return (NOTHING, 0) };
-    // Without a bin, there is no magazine of that number.
-    (Ready::of(b, block), (block.bin.load(Relaxed) as usize).wrapping_sub(1))
+    let Some(desk) = inside.at_hand(s) else { return false };
+    let Some(cell) = table::at(p) else { return false };
+    desk.push(p, cell)
 }
 
 // ---- a thread's magazines ----
 
 /// The magazines of one stream.
 struct Desk {
+    /// The handle, while it alone tells that this is the stream, as long as `CHANGES` is `changes`; else `ASK`.
+    known: usize,
+    changes: u64,
+    /// What the entries of this pool's plain live blocks have in common.
+    expected: u64,
+    /// The bin of every size, by granules.
+    bins: Arc<[u16]>,
+    /// By bin.
+    magazines: Box<[Magazine]>,
+    /// `BLOCKS` places for each magazine.
+    ready: Box<[Ready]>,
+    counters: Arc<Counters>,
+    limit: u64,
+    // So far for every hit; the rest for the long way.
     /// The handle that the program passes.
     handle: usize,
     /// For handles that mean another stream in every context: the context.
     ctx: usize,
     /// The stream's key in the pool.
     key: u64,
-    /// `CHANGES` when that was last verified.
-    changes: u64,
     driver: &'static Driver,
     pool: Arc<Pool>,
     space: u16,
-    limit: u64,
-    counters: Arc<Counters>,
-    magazines: Box<[Magazine]>,
-    /// What was taken last, and its bin.
-    last: (Ready, usize),
 }
+
+/// No stream's handle.
+const ASK: usize = usize::MAX;
 
 struct Magazine {
     count: u32,
     capacity: u32,
-    ready: [Ready; BLOCKS],
+    /// Bytes of each block.
+    size: u64,
 }
 
-/// A cached block, with what a hit needs of it.
+/// A cached block, with its place in the table.
 #[derive(Clone, Copy)]
 struct Ready {
     addr: DevicePtr,
-    block: BlockId,
-    /// In granules, which fits.
-    granules: u32,
+    cell: &'static AtomicU64,
 }
 
-const NOTHING: Ready = Ready { addr: 0, block: table::NIL, granules: 0 };
-
 impl Ready {
-    #[inline]
-    fn of(b: BlockId, block: &Block) -> Ready {
-        let granules = (block.size.load(Relaxed) / GRANULE as u64) as u32;
-        Ready { addr: block.addr.load(Relaxed), block: b, granules }
+    fn of(b: BlockId) -> Ready {
+        let addr = table::block(b).addr.load(Relaxed);
+        Ready { addr, cell: table::at(addr).expect("a block in use is in the table") }
+    }
+    fn block(&self) -> BlockId {
+        entry::block(self.cell.load(Relaxed))
     }
 }
 
@@ -161,33 +142,42 @@ impl Counters {
 }
 
 impl Desk {
-    #[inline]
-    fn pop(&mut self, bin: usize) -> Option<Ready> {
+    /// A block off the magazine; it is live.
+    #[inline(always)]
+    fn pop(&mut self, bin: usize) -> Option<DevicePtr> {
         let magazine = self.magazines.get_mut(bin)?;
         let count = magazine.count.checked_sub(1)?;
-        let ready = *magazine.ready.get(count as usize)?;
+        let ready = *self.ready.get(bin * BLOCKS + count as usize)?;
         magazine.count = count;
-        self.counters.add(&self.counters.cached, (u64::from(ready.granules) * GRANULE as u64).wrapping_neg());
-        Some(ready)
+        self.counters.add(&self.counters.cached, magazine.size.wrapping_neg());
+        self.counters.add(&self.counters.mallocs, 1);
+        entry::set_cached(ready.cell, false);
+        Some(ready.addr)
     }
 
+    /// The block that starts at `p`, if it is this pool's, live and as others, onto its magazine.
     #[inline(always)]
-    fn push(&mut self, ready: Ready, bin: usize) -> bool {
-        let size = u64::from(ready.granules) * GRANULE as u64;
-        let Some(magazine) = self.magazines.get_mut(bin) else { return false };
-        if magazine.count >= magazine.capacity || self.counters.cached.load(Relaxed) + size > self.limit {
+    fn push(&mut self, p: DevicePtr, cell: &'static AtomicU64) -> bool {
+        let e = cell.load(Relaxed);
+        if !entry::is_plain(e, p, self.expected) {
             return false;
         }
-        let Some(place) = magazine.ready.get_mut(magazine.count as usize) else { return false };
-        *place = ready;
+        // Without a bin, there is no magazine of that number.
+        let bin = entry::bin(e).wrapping_sub(1);
+        let Some(magazine) = self.magazines.get_mut(bin) else { return false };
+        if magazine.count >= magazine.capacity || self.counters.cached.load(Relaxed) + magazine.size > self.limit {
+            return false;
+        }
+        let Some(place) = self.ready.get_mut(bin * BLOCKS + magazine.count as usize) else { return false };
+        *place = Ready { addr: p, cell };
         magazine.count += 1;
-        table::block(ready.block).set_state(State::Cached);
-        self.counters.add(&self.counters.cached, size);
+        self.counters.add(&self.counters.cached, magazine.size);
+        self.counters.add(&self.counters.frees, 1);
+        entry::set_cached(cell, true);
         true
     }
 
     /// Whether the handle still means this stream, in no capture.
-    #[inline(always)]
     fn is_current(&self, s: Stream) -> bool {
         if self.changes != CHANGES.load(Relaxed) {
             return false;
@@ -209,14 +199,13 @@ impl Desk {
     }
 
     /// The same for a free, which may be wrong about the handle: see the top of the file.
-    #[inline(always)]
     fn is_current_for_free(&self, s: Stream) -> bool {
         self.changes == CHANGES.load(Relaxed) && (!is_implicit(s) || self.is_here())
     }
 
     /// Takes at least half of the magazine `bin`, or everything, off.
     fn spill(&mut self, bin: Option<usize>) -> Vec<BlockId> {
-        let mut out = Vec::new();
+        let (mut out, mut bytes) = (Vec::new(), 0);
         for (i, magazine) in self.magazines.iter_mut().enumerate() {
             let keep = match bin {
                 Some(bin) if bin != i => continue,
@@ -225,11 +214,12 @@ impl Desk {
             };
             // The least recently freed go.
             let going = magazine.count as usize - keep;
-            out.extend(magazine.ready[..going].iter().map(|ready| ready.block));
-            magazine.ready.copy_within(going..magazine.count as usize, 0);
+            let places = &mut self.ready[i * BLOCKS..i * BLOCKS + magazine.count as usize];
+            out.extend(places[..going].iter().map(Ready::block));
+            places.copy_within(going.., 0);
             magazine.count = keep as u32;
+            bytes += magazine.size * going as u64;
         }
-        let bytes: u64 = out.iter().map(|&b| table::block(b).size.load(Relaxed)).sum();
         self.counters.add(&self.counters.cached, bytes.wrapping_neg());
         out
     }
@@ -271,23 +261,22 @@ impl<'a> Inside<'a> {
         unsafe { &mut *self.0.desks.get() }
     }
 
+    /// The first desk, if it is the stream's and nothing need be asked to know that.
+    #[inline(always)]
+    fn at_hand(&self, s: Stream) -> Option<&'a mut Desk> {
+        let desk = self.desks().first_mut()?;
+        (desk.known == s.0 && desk.changes == CHANGES.load(Relaxed)).then_some(desk)
+    }
+
     /// The desk of a stream, which becomes the first.
-    #[inline]
     fn front(&self, s: Stream) -> Option<&'a mut Desk> {
         let desks = self.desks();
-        if desks.first()?.handle != s.0 {
-            bring_forward(desks, s)?;
+        let at = desks.iter().position(|d| d.handle == s.0)?;
+        if at > 0 {
+            desks[..=at].rotate_right(1);
         }
         desks.first_mut()
     }
-}
-
-#[cold]
-#[inline(never)]
-fn bring_forward(desks: &mut [Desk], s: Stream) -> Option<()> {
-    let at = desks.iter().position(|d| d.handle == s.0)?;
-    desks[..=at].rotate_right(1);
-    Some(())
 }
 
 impl Drop for Inside<'_> {
@@ -348,6 +337,28 @@ fn here() -> Option<&'static Local> {
     unsafe { local.as_ref() }
 }
 
+// ---- the longer way: another stream than last time, or one that must be asked for ----
+
+/// As `malloc`. None: the long way.
+#[inline]
+pub fn malloc_asking(size: usize, s: Stream) -> Option<DevicePtr> {
+    let local = here()?;
+    let inside = local.enter()?;
+    let desk = inside.front(s)?;
+    let bin = desk.pool.bin_of(size)?;
+    if desk.is_current(s) { desk.pop(bin) } else { None }
+}
+
+/// As `free`. False: the long way.
+#[inline]
+pub fn free_asking(p: DevicePtr, s: Stream) -> bool {
+    let Some(local) = here() else { return false };
+    let Some(inside) = local.enter() else { return false };
+    let Some(desk) = inside.front(s) else { return false };
+    let Some(cell) = table::at(p) else { return false };
+    desk.is_current_for_free(s) && desk.push(p, cell)
+}
+
 // ---- the long way ----
 
 /// Memory for work on `s`, off the magazines or not. As `Pool::malloc`.
@@ -391,22 +402,14 @@ pub fn malloc_slow(size: usize, s: Stream) -> Result<DevicePtr, Error> {
 #[inline(never)]
 pub fn free_slow(p: DevicePtr, s: Stream) -> Result<(), Error> {
     driver::driver()?;
-    let (ready, bin) = found(p);
-    if ready.block == table::NIL {
-        // Before the first pool there are no records to look at.
-        return registry::free(p, s);
-    }
-    let block = table::block(ready.block);
-    if block.state() != State::Live || block.special.load(Relaxed) != 0 || bin == usize::MAX {
-        return registry::free(p, s);
-    }
+    let Some((cell, space, bin)) = plain(p) else { return registry::free(p, s) };
     if let Some(local) = here() {
         local.handover.enter_slow();
         let inside = Inside(local);
         if let Some(desk) = inside.front(s)
             && desk.is_current_for_free(s)
-            && desk.space == block.space.load(Relaxed)
-            && desk.put(ready, bin)
+            && desk.space == space
+            && desk.put(p, cell, bin)
         {
             return Ok(());
         }
@@ -423,7 +426,7 @@ pub fn free_slow(p: DevicePtr, s: Stream) -> Result<(), Error> {
         if !pool::is_capture(key) && same() {
             local.handover.enter_slow();
             let inside = Inside(local);
-            if local.desk(&inside, &pool, s, key).put(ready, bin) {
+            if local.desk(&inside, &pool, s, key).put(p, cell, bin) {
                 return Ok(());
             }
         }
@@ -431,46 +434,56 @@ pub fn free_slow(p: DevicePtr, s: Stream) -> Result<(), Error> {
     registry::free(p, s)
 }
 
+/// The entry, the space and the bin of the live block that starts at `p`, if it has a bin and is as others.
+fn plain(p: DevicePtr) -> Option<(&'static AtomicU64, u16, usize)> {
+    let (cell, (_, block)) = (table::at(p)?, table::find(p)?);
+    let space = block.space.load(Relaxed);
+    let e = cell.load(Relaxed);
+    let bin = entry::bin(e).checked_sub(1)?;
+    entry::is_plain(e, p, entry::expected(space)).then_some((cell, space, bin))
+}
+
 impl Desk {
     /// A block off the magazine, which is filled from the pool's bin when it is empty.
     fn take(&mut self, bin: usize) -> Option<DevicePtr> {
-        let ready = self.pop(bin).or_else(|| self.refill(bin))?;
-        self.counters.add(&self.counters.mallocs, 1);
-        table::block(ready.block).set_state(State::Live);
-        Some(ready.addr)
+        self.pop(bin).or_else(|| {
+            self.refill(bin);
+            self.pop(bin)
+        })
     }
 
     /// A block onto the magazine, which gives half to the pool's bin when it is full; when all of them hold too much, every one
     /// does.
-    fn put(&mut self, ready: Ready, bin: usize) -> bool {
-        let mut done = self.push(ready, bin);
+    fn put(&mut self, p: DevicePtr, cell: &'static AtomicU64, bin: usize) -> bool {
+        let mut done = self.push(p, cell);
         if !done && self.magazines.get(bin).is_some_and(|m| m.count >= m.capacity) {
             self.give_back(Some(bin));
-            done = self.push(ready, bin);
+            done = self.push(p, cell);
         }
         if !done {
             (0..self.magazines.len()).for_each(|bin| self.give_back(Some(bin)));
-            done = self.push(ready, bin);
-        }
-        if done {
-            self.counters.add(&self.counters.frees, 1);
+            done = self.push(p, cell);
         }
         done
     }
-}
 
-impl Desk {
-    /// Half a magazine out of the pool's bin, and one block of it.
-    fn refill(&mut self, bin: usize) -> Option<Ready> {
-        let mut blocks = Vec::new();
-        self.pool.lend(self.key, bin, self.magazines[bin].capacity as usize / 2 + 1, &mut blocks);
-        let one = blocks.pop()?;
+    /// Half a magazine, and one block more, out of the pool's bin.
+    fn refill(&mut self, bin: usize) {
+        let Some(magazine) = self.magazines.get(bin) else { return };
+        let (size, mut blocks) = (magazine.size, Vec::new());
+        self.pool.lend(self.key, bin, magazine.capacity as usize / 2 + 1, &mut blocks);
+        let held = self.counters.cached.load(Relaxed);
+        // One in any case: it is about to be taken.
+        let room = (self.limit.saturating_sub(held) / size).max(1);
+        let too_many = blocks.len().saturating_sub(room as usize);
+        let back: Vec<BlockId> = blocks.drain(..too_many).collect();
+        self.pool.put_back(self.key, &back);
+        let magazine = &mut self.magazines[bin];
         for b in blocks {
-            if !self.push(Ready::of(b, table::block(b)), bin) {
-                self.pool.put_back(self.key, &[b]);
-            }
+            self.ready[bin * BLOCKS + magazine.count as usize] = Ready::of(b);
+            magazine.count += 1;
+            self.counters.add(&self.counters.cached, size);
         }
-        Some(Ready::of(one, table::block(one)))
     }
 }
 
@@ -481,7 +494,7 @@ impl Local {
         let ctx = if is_implicit(s) { pool.ctx().0 } else { 0 };
         if let Some(desk) = inside.front(s) {
             if desk.key == key && desk.space == pool.space_id() && desk.ctx == ctx {
-                desk.changes = changes;
+                (desk.known, desk.changes) = (known(s), changes);
                 desk.limit = limit(pool);
                 return desk;
             }
@@ -495,23 +508,24 @@ impl Local {
         }
         let counters = Arc::new(Counters::default());
         self.shared.lock().push((pool.space_id(), counters.clone()));
-        let magazine = |size: usize| Magazine {
-            count: 0,
-            capacity: (BYTES / size).clamp(2, BLOCKS) as u32,
-            ready: [NOTHING; BLOCKS],
-        };
+        let magazine =
+            |&size: &usize| Magazine { count: 0, capacity: (BYTES / size).clamp(2, BLOCKS) as u32, size: size as u64 };
+        let magazines: Box<[Magazine]> = pool.bin_sizes().iter().map(magazine).collect();
         let desk = Desk {
+            known: known(s),
+            changes,
+            expected: entry::expected(pool.space_id()),
+            bins: pool.bins_by_granules(),
+            ready: std::iter::repeat_n(Ready { addr: 0, cell: &NOTHING }, magazines.len() * BLOCKS).collect(),
+            magazines,
+            counters,
+            limit: limit(pool),
             handle: s.0,
             ctx,
             key,
-            changes,
             driver: pool.driver(),
             space: pool.space_id(),
-            limit: limit(pool),
-            counters,
-            magazines: pool.bin_sizes().iter().map(|&size| magazine(size)).collect(),
             pool: pool.clone(),
-            last: (NOTHING, 0),
         };
         desks.insert(0, desk);
         inside.front(s).expect("it was just made")
@@ -525,14 +539,26 @@ impl Local {
     }
 }
 
+/// What a place holds that was never used.
+static NOTHING: AtomicU64 = AtomicU64::new(0);
+
+/// `Desk::known` of a stream that was just verified.
+fn known(s: Stream) -> usize {
+    if pool::deaths_are_seen() && !is_implicit(s) { s.0 } else { ASK }
+}
+
 fn limit(pool: &Pool) -> u64 {
     (pool.peak_live() / SHARE).clamp(SHARE_BOUNDS.0, SHARE_BOUNDS.1).min(pool.max_cached())
 }
 
-/// This thread's magazines, made at first use. None while the thread ends.
+/// This thread's magazines, made at first use. None while the thread ends, and where the system has no barrier to keep a thread out of
+/// them that costs it nothing.
 fn local() -> Option<&'static Local> {
     if let Some(local) = here() {
         return Some(local);
+    }
+    if !Barrier::is_there() {
+        return None;
     }
     OWNER
         .try_with(|owner| {

@@ -24,7 +24,8 @@ use crate::driver::{Context, CuError, CurrentContext, Driver, RelaxedCapture, St
 use crate::error::Error;
 use crate::pool::fence::Fences;
 use crate::pool::space::{BlockId, GRANULE, OwnerId, Space, round_up};
-use crate::source::{self, Arena, Segment, Source};
+use crate::pool::table::Grain;
+use crate::source::{self, Arena, Segment, Source, SourceKind};
 
 /// What `cnmemInit` asks for one device. Sizes in bytes.
 pub struct Request {
@@ -56,6 +57,8 @@ pub struct Device {
 
 struct Books {
     space: Space,
+    /// Of the segments' addresses: the driver's own blocks may share what one leaf of the table is for.
+    grain: Grain,
     /// The root first.
     managers: Vec<Manager>,
     segments: Vec<Segment>,
@@ -124,6 +127,7 @@ impl Device {
         for stream in std::iter::once(Stream::NULL).chain(named) {
             managers.push(Manager::new(&mut space, driver, ctx, stream)?);
         }
+        let grain = if source.kind() == SourceKind::Vmm { Grain::Any } else { Grain::Granule };
         let segment = loop {
             match source.acquire(Arena::Large, size) {
                 Ok(segment) => break segment,
@@ -138,7 +142,7 @@ impl Device {
                 Err(e) => return Err(e.into()),
             }
         };
-        if space.add_region(segment.base, size, managers[ROOT].ready, true).is_none() {
+        if space.add_region(segment.base, size, managers[ROOT].ready, grain).is_none() {
             source.release(segment)?;
             return Err(too_much());
         }
@@ -151,6 +155,7 @@ impl Device {
         let spare = (segment.size > size).then(|| (segment.base + size as u64, segment.size - size));
         let books = Books {
             space,
+            grain,
             managers,
             regions: vec![segment.base],
             segments: vec![segment],
@@ -512,7 +517,7 @@ impl Books {
     fn grow_into_spare(&mut self, m: usize, size: usize) -> Option<u64> {
         let i = self.spare.iter().position(|s| s.1 >= size)?;
         let (base, whole) = self.spare[i];
-        let b = self.space.extend_region(base, size, self.managers[ROOT].ready, true)?;
+        let b = self.space.extend_region(base, size, self.managers[ROOT].ready, self.grain)?;
         if whole > size {
             self.spare[i] = (base + size as u64, whole - size);
         } else {
@@ -523,7 +528,7 @@ impl Books {
 
     /// `m` takes exactly `size` of a new segment; the rest is spare, so that no manager counts more than was asked.
     fn grow_by(&mut self, m: usize, size: usize, base: u64, whole: usize) -> Option<u64> {
-        let b = self.space.add_region(base, size, self.managers[ROOT].ready, true)?;
+        let b = self.space.add_region(base, size, self.managers[ROOT].ready, self.grain)?;
         self.regions.push(base);
         if whole > size {
             self.spare.push((base + size as u64, whole - size));

@@ -120,7 +120,7 @@ pub fn free(p: DevicePtr, s: Stream) -> Result<(), Error> {
 
 /// A block that other processes may open can be opened no more once it is freed.
 fn freeing(pool: &Pool, p: DevicePtr, free: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
-    let shared = table::find(p).is_some_and(|(_, block)| block.special.load(Relaxed) & EXPORTED != 0);
+    let shared = table::find(p).is_some_and(|(_, block)| block.special() & EXPORTED != 0);
     let key = shared.then(|| pool.serial_of(p));
     free()?;
     key.into_iter().for_each(ipc::withdraw);

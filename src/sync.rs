@@ -9,33 +9,32 @@ pub fn pause() {
     std::thread::yield_now();
 }
 
-/// A full barrier between two threads of which one pays nothing.
+/// A full barrier between two threads of which one pays nothing. Only where `is_there`.
 #[derive(Clone, Copy)]
-pub struct Barrier {
-    by_system: bool,
-}
+pub struct Barrier;
 
 impl Barrier {
-    pub fn new() -> Barrier {
+    /// Whether the system can make other threads execute a barrier: Linux 4.14 and later.
+    pub fn is_there() -> bool {
         use once_cell::sync::Lazy;
-        static BY_SYSTEM: Lazy<bool> = Lazy::new(|| membarrier(REGISTER_PRIVATE_EXPEDITED));
-        Barrier { by_system: *BY_SYSTEM }
+        static THERE: Lazy<bool> = Lazy::new(|| membarrier(REGISTER_PRIVATE_EXPEDITED));
+        *THERE
+    }
+
+    pub fn new() -> Barrier {
+        Barrier
     }
 
     /// The frequent side.
     #[inline]
     pub fn light(&self) {
-        if self.by_system {
-            std::sync::atomic::compiler_fence(Ordering::SeqCst);
-        } else {
-            std::sync::atomic::fence(Ordering::SeqCst);
-        }
+        std::sync::atomic::compiler_fence(Ordering::SeqCst);
     }
 
     /// The rare side.
     pub fn heavy(&self) {
         std::sync::atomic::fence(Ordering::SeqCst);
-        if self.by_system && !membarrier(PRIVATE_EXPEDITED) {
+        if !membarrier(PRIVATE_EXPEDITED) {
             // It was there when it was registered for: without it nothing holds.
             std::process::abort();
         }

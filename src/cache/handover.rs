@@ -4,7 +4,6 @@
 //! Dekker's agreement, with the whole price on the rare side: the owner says that it is in and then looks whether it is wanted out; the
 //! other says that the owner is wanted out and then looks whether it is in. Between the two steps each needs a full barrier. The
 //! owner's is only a compiler barrier; the other makes the owner's processor execute one, by `membarrier(2)`.
-//! Where the system has no such call both sides pay.
 
 use crate::sync::{AtomicBool, Barrier, Mutex, Ordering, pause};
 

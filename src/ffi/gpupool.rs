@@ -75,10 +75,21 @@ pub unsafe extern "C" fn gpupoolMalloc(ptr: *mut *mut c_void, size: usize, strea
     let s = self::stream(stream);
     // The fast path cannot panic, and stands outside the guard.
     if !ptr.is_null()
-        && size != 0
         && let Some(p) = cache::malloc(size, s)
     {
         // SAFETY: not NULL, and writable by the caller's promise.
+        unsafe { ptr.write(p as *mut c_void) };
+        return 0;
+    }
+    malloc_asking(ptr, size, s)
+}
+
+#[inline(never)]
+fn malloc_asking(ptr: *mut *mut c_void, size: usize, s: Stream) -> c_int {
+    if !ptr.is_null()
+        && let Some(p) = cache::malloc_asking(size, s)
+    {
+        // SAFETY: as in `gpupoolMalloc`.
         unsafe { ptr.write(p as *mut c_void) };
         return 0;
     }
@@ -121,7 +132,12 @@ pub unsafe extern "C" fn gpupoolFree(ptr: *mut c_void, stream: cudaStream_t) -> 
     if cache::free(p, s) {
         return 0;
     }
-    free_slow(p, s)
+    free_asking(p, s)
+}
+
+#[inline(never)]
+fn free_asking(p: u64, s: Stream) -> c_int {
+    if cache::free_asking(p, s) { 0 } else { free_slow(p, s) }
 }
 
 #[cold]

@@ -3,13 +3,21 @@
 //! A bin's size is `min * growth^i`, or one of `steps` equal steps on the way to the next power, rounded up to the granule.
 //! With growth 2 and 8 steps rounding wastes at most 12.5 %; 1 step is CUB's own behaviour.
 
+use std::sync::Arc;
+
 use super::space::GRANULE;
 
 pub struct BinTable {
     /// Bin sizes in bytes, ascending, each a multiple of the granule.
     sizes: Vec<usize>,
     /// The bin of every size up to `INDEXED`, by granules.
-    index: Vec<u16>,
+    index: Arc<[u16]>,
+}
+
+/// Where a size's bin stands in the index: granules, less one. Of size 0, nowhere.
+#[inline(always)]
+pub fn granules(size: usize) -> usize {
+    size.wrapping_sub(1) / GRANULE
 }
 
 /// Bytes up to which the bin is looked up and not searched.
@@ -41,13 +49,18 @@ impl BinTable {
         }
         let last = sizes.last().copied().unwrap_or(0).min(INDEXED);
         let bin = |granules: usize| sizes.partition_point(|&bin| bin < granules * GRANULE) as u16;
-        let index = (0..=last / GRANULE).map(bin).collect();
+        let index = (1..=last / GRANULE).map(bin).collect();
         BinTable { sizes, index }
     }
 
     /// Bytes of every bin, ascending.
     pub fn sizes(&self) -> &[usize] {
         &self.sizes
+    }
+
+    /// The bin of every size that is looked up, by `granules`.
+    pub fn index(&self) -> Arc<[u16]> {
+        self.index.clone()
     }
 
     pub fn len(&self) -> usize {
@@ -57,7 +70,7 @@ impl BinTable {
     /// The smallest bin that holds `size` bytes. None for sizes above the last bin.
     #[inline]
     pub fn of(&self, size: usize) -> Option<usize> {
-        match self.index.get(size.div_ceil(GRANULE)) {
+        match self.index.get(granules(size)) {
             Some(&bin) => Some(bin as usize),
             None => self.fit(size).map(|(bin, _)| bin),
         }
@@ -65,7 +78,7 @@ impl BinTable {
 
     /// The same, with the bin's size in bytes.
     pub fn fit(&self, size: usize) -> Option<(usize, usize)> {
-        let i = match self.index.get(size.div_ceil(GRANULE)) {
+        let i = match self.index.get(granules(size)) {
             Some(&bin) => bin as usize,
             None => self.sizes.partition_point(|&bin| bin < size),
         };

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::fence::Fences;
 use super::space::{BlockId, OwnerId, Space};
-use super::table::{self, State};
+use super::table::{self, Grain};
 use super::{CAPTURE, PoolStats, Request, User};
 use crate::driver::DevicePtr;
 use crate::source::{Arena, Segment};
@@ -169,7 +169,7 @@ impl Inner {
         if self.space.owner(b) != owner {
             self.space.set_owner(b, owner);
         }
-        table::block(b).set_state(State::Live);
+        table::block(b).set_cached(false);
         self.stats.cached -= want.size as u64;
         self.stats.hits += 1;
         Some(self.served(b))
@@ -187,7 +187,7 @@ impl Inner {
             self.space.alloc(owner, want.size)?
         };
         if let Some(bin) = want.bin.filter(|_| self.space.size(b) == want.size) {
-            table::block(b).bin.store(bin as u16 + 1, Relaxed);
+            table::block(b).set_bin(bin + 1);
         }
         Some(self.served(b))
     }
@@ -215,7 +215,7 @@ impl Inner {
         if !users.contains(&key) {
             users.push(key);
         }
-        table::block(b).special.fetch_or(RECORDED, Relaxed);
+        table::block(b).add_special(RECORDED);
     }
 
     /// Keeps a block whole in the bin of stream `key`. It is live or cached elsewhere.
@@ -224,7 +224,7 @@ impl Inner {
         self.space.set_owner(b, owner);
         let block = table::block(b);
         block.stamp.store(stamp, Relaxed);
-        block.set_state(State::Cached);
+        block.set_cached(true);
         self.stats.cached += self.space.size(b) as u64;
         self.streams.get_mut(&key).expect("the stream was just looked up").bins[bin].push(b);
     }
@@ -353,9 +353,14 @@ impl Inner {
     pub fn add_pages(&mut self, segment: Segment, arena: Arena, owner: OwnerId, paged: bool) -> Result<(), Segment> {
         let (base, size) = (segment.base, segment.size);
         let added = if paged {
-            self.space.join_region(base, size, owner, arena == Arena::Tiny)
+            let grain = match arena {
+                Arena::Tiny => Grain::Granule,
+                Arena::Small => Grain::Page,
+                Arena::Large => Grain::Any,
+            };
+            self.space.join_region(base, size, owner, grain)
         } else {
-            self.space.add_region(base, size, owner, true)
+            self.space.add_region(base, size, owner, Grain::Granule)
         };
         if added.is_none() {
             return Err(segment);

@@ -296,7 +296,7 @@ impl Pool {
 
     fn mark_captured(&self, b: BlockId, user: User) -> BlockId {
         if matches!(user, User::Stream(key, _) if key & CAPTURE != 0) {
-            table::block(b).special.fetch_or(CAPTURED, Ordering::Relaxed);
+            table::block(b).add_special(CAPTURED);
         }
         b
     }
@@ -330,6 +330,11 @@ impl Pool {
         self.bins.sizes()
     }
 
+    /// The bins of sizes that are looked up, by `bins::granules`.
+    pub fn bins_by_granules(&self) -> Arc<[u16]> {
+        self.bins.index()
+    }
+
     /// What `request` made, served.
     pub fn malloc_for(&self, want: Request, user: User) -> Result<DevicePtr, Error> {
         self.serve(want, user).map(|b| table::block(b).addr.load(Ordering::Relaxed))
@@ -347,8 +352,19 @@ impl Pool {
         }
         let stamp = self.fences.stamp();
         let mut inner = self.inner.lock();
+        if self.is_dead() {
+            // They were forgotten with all others, and their records may be another pool's by now.
+            return;
+        }
         for &b in blocks {
-            let (size, bin) = (inner.space.size(b), table::block(b).bin.load(Ordering::Relaxed) as usize);
+            if inner.is_closed(b) {
+                // It was freed while its pages were being closed.
+                let parked = inner.parked[inner.arena_of(b) as usize];
+                let owner = inner.owner_after_free(b, parked, stamp);
+                inner.space.free(b, owner, stamp);
+                continue;
+            }
+            let (size, bin) = (inner.space.size(b), table::block(b).bin());
             if bin > 0 && inner.stats.cached as usize + size <= self.cached_share(&inner) {
                 inner.cache(b, key, bin - 1, self.bins.len(), stamp);
             } else {
@@ -402,9 +418,9 @@ impl Pool {
             return Ok(());
         }
         let block = table::block(b);
-        block.special.store(0, Ordering::Relaxed);
+        block.clear_special();
         block.waste.store(0, Ordering::Relaxed);
-        let bin = block.bin.load(Ordering::Relaxed) as usize;
+        let bin = block.bin();
         if bin > 0 && inner.stats.cached as usize + size <= self.cached_share(&inner) {
             inner.cache(b, key, bin - 1, self.bins.len(), stamp);
         } else {

@@ -431,7 +431,24 @@ impl Pool {
             // An error means that less is known to be finished, and less goes back.
             settled.unwrap_or_else(|e| log::debug!("trim: {e:?}"));
         }
-        self.release_idle(keep)
+        let released = self.release_idle(keep);
+        self.wait_for_leaving();
+        released
+    }
+
+    /// Until the pages are gone that other threads are giving back: whoever trims, counts on the device's free memory afterwards.
+    fn wait_for_leaving(&self) {
+        let gone = || self.given_back.load(Ordering::Acquire);
+        let (seen, leaving) = loop {
+            let (seen, leaving) = (gone(), self.releasing.load(Ordering::Acquire));
+            if gone() == seen {
+                break (seen, leaving);
+            }
+        };
+        let began = Instant::now();
+        while gone().wrapping_sub(seen) < leaving && began.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_micros(50));
+        }
     }
 
     fn drain_magazines(&self) {
@@ -574,7 +591,7 @@ impl Inner {
     // ---- pages closed to new blocks: another process sees all of a page of which it was given one block ----
 
     pub fn is_closed(&self, b: BlockId) -> bool {
-        table::block(b).special.load(Ordering::Relaxed) & (CLOSED | EXPORTED) != 0
+        table::block(b).special() & (CLOSED | EXPORTED) != 0
     }
 
     /// The pages of arena `arena` that hold part of a range: base and handles.
@@ -598,10 +615,10 @@ impl Inner {
         }
         for live in self.space.live_blocks(None) {
             if self.space.addr(live) < to && self.space.addr(live) + self.space.size(live) as u64 > from {
-                table::block(live).special.fetch_or(CLOSED, Ordering::Relaxed);
+                table::block(live).add_special(CLOSED);
             }
         }
-        table::block(b).special.fetch_or(EXPORTED, Ordering::Relaxed);
+        table::block(b).add_special(EXPORTED);
         self.exported.push((b, from, to));
         Shareable {
             offset: (start - from) as usize,
@@ -655,6 +672,13 @@ impl Pool {
     /// show the neighbours.
     pub fn share(&self, p: DevicePtr) -> Result<Option<Shareable>, Error> {
         self.drain_magazines();
+        let shared = self.close(p);
+        // What was freed meanwhile went to magazines.
+        self.drain_magazines();
+        shared
+    }
+
+    fn close(&self, p: DevicePtr) -> Result<Option<Shareable>, Error> {
         let mut inner = self.inner.lock();
         let (b, size, arena) = inner.live(p).ok_or(Error::UnknownPointer)?;
         if self.source.kind() != SourceKind::Vmm {

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use parking_lot::Mutex;
 
 pub use super::table::BlockId;
-use super::table::{self, Block, NIL, State};
+use super::table::{self, Block, Grain, NIL, State};
 use super::window::Stretch;
 
 /// The unit of placement, in bytes. CUDA promises 256-byte alignment; CNMeM, CUB and PyTorch place on 512.
@@ -211,9 +211,7 @@ impl Space {
         let old = block.owner.load(Relaxed);
         self.owners[old as usize].in_use -= self.size(b);
         self.in_use -= self.size(b);
-        block.set_state(State::Free);
-        block.special.store(0, Relaxed);
-        block.bin.store(0, Relaxed);
+        block.set_free();
         block.waste.store(0, Relaxed);
         block.serial.fetch_add(1, Relaxed);
         block.owner.store(o, Relaxed);
@@ -231,12 +229,10 @@ impl Space {
     }
 
     fn use_block(&mut self, b: BlockId, o: OwnerId) {
-        let block = k(b);
-        block.owner.store(o, Relaxed);
-        block.set_state(State::Live);
+        k(b).owner.store(o, Relaxed);
         self.owners[o as usize].in_use += self.size(b);
         self.in_use += self.size(b);
-        table::publish(self.addr(b), b);
+        table::publish(b);
     }
 
     // ---- questions ----
@@ -272,7 +268,7 @@ impl Space {
         k(b).stamp.load(Relaxed)
     }
     pub fn is_free(&self, b: BlockId) -> bool {
-        k(b).state() == State::Free
+        k(b).is_free()
     }
     pub fn free_bytes(&self, o: OwnerId) -> usize {
         self.owners[o as usize].free
@@ -394,19 +390,19 @@ impl Space {
 
     // ---- regions ----
 
-    /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule; `fine` when blocks under
-    /// 4 KiB may be cut from it. None when the records have run out, or the addresses are beyond the table.
-    pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+    /// A new address range becomes one free block of `o`. `base` and `size` are multiples of the granule; `grain` says what may be
+    /// cut from it. None when the records have run out, or the addresses are beyond the table.
+    pub fn add_region(&mut self, base: u64, size: usize, o: OwnerId, grain: Grain) -> Option<BlockId> {
         debug_assert!(size > 0 && size.is_multiple_of(GRANULE) && base.is_multiple_of(GRANULE as u64));
-        let b = self.fresh(base, size, o, fine)?;
+        let b = self.fresh(base, size, o, grain)?;
         self.regions.insert(base, Region { size, first: b, last: b });
         self.list(b);
         Some(b)
     }
 
     /// As `add_region`, but what touches other regions becomes one region with them, and the new block merges with free neighbours.
-    pub fn join_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
-        let b = self.fresh(base, size, o, fine)?;
+    pub fn join_region(&mut self, base: u64, size: usize, o: OwnerId, grain: Grain) -> Option<BlockId> {
+        let b = self.fresh(base, size, o, grain)?;
         let mut whole = Region { size, first: b, last: b };
         let mut start = base;
         if let Some((&before, &r)) = self.regions.range(..base).next_back()
@@ -427,13 +423,13 @@ impl Space {
 
     /// The region that ends at `base` grows by `size` bytes: one more free block of `o`, not merged with its neighbour until
     /// either changes. None when no region ends there.
-    pub fn extend_region(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+    pub fn extend_region(&mut self, base: u64, size: usize, o: OwnerId, grain: Grain) -> Option<BlockId> {
         debug_assert!(size > 0 && size.is_multiple_of(GRANULE));
         let (&start, &region) = self.regions.range(..base).next_back()?;
         if start + region.size as u64 != base {
             return None;
         }
-        let b = self.fresh(base, size, o, fine)?;
+        let b = self.fresh(base, size, o, grain)?;
         k(b).left.store(region.last, Relaxed);
         k(region.last).right.store(b, Relaxed);
         self.regions.insert(start, Region { size: region.size + size, last: b, ..region });
@@ -619,7 +615,7 @@ impl Space {
         o.top |= 1 << top;
         o.sub[top] |= 1 << sub;
         o.free += size;
-        block.set_state(State::Free);
+        block.set_free();
         block.prev.store(NIL, Relaxed);
         block.next.store(head, Relaxed);
         if head != NIL {
@@ -649,11 +645,11 @@ impl Space {
         }
     }
 
-    fn fresh(&mut self, base: u64, size: usize, o: OwnerId, fine: bool) -> Option<BlockId> {
+    fn fresh(&mut self, base: u64, size: usize, o: OwnerId, grain: Grain) -> Option<BlockId> {
         if !table::covers(base, size) {
             return None;
         }
-        table::cover(base, size, fine);
+        table::cover(base, size, grain);
         self.new_block(base, size, o)
     }
 
@@ -666,17 +662,15 @@ impl Space {
         block.stamp.store(0, Relaxed);
         block.owner.store(owner, Relaxed);
         block.space.store(self.id, Relaxed);
-        block.bin.store(0, Relaxed);
-        block.special.store(0, Relaxed);
         for link in [&block.left, &block.right, &block.prev, &block.next] {
             link.store(NIL, Relaxed);
         }
-        block.set_state(State::Free);
+        block.set_free();
         Some(b)
     }
 
     fn drop_block(&mut self, b: BlockId) {
-        k(b).set_state(State::Vacant);
+        k(b).set_vacant();
         k(b).addr.store(0, Relaxed);
         self.vacant.push(b);
     }

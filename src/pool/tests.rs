@@ -109,6 +109,19 @@ fn memory_on_its_way_back_is_waited_for() {
             std::thread::yield_now();
         }
         // The books are empty, the device is full.
+        pool.trim(0).unwrap();
+        assert_eq!(d.mem_info().unwrap().0, free, "a trim returned before the pages were gone");
+        let blocks: Vec<_> = (0..8).map(|_| pool.malloc(free / 9, s).unwrap()).collect();
+        blocks.into_iter().for_each(|p| pool.free(p, s).unwrap());
+    });
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            d.ctx_set_current(Some(ctx)).unwrap();
+            pool.trim(0).unwrap();
+        });
+        while pool.stats().held > 0 {
+            std::thread::yield_now();
+        }
         let p = pool.malloc(free / 2, s).unwrap();
         pool.free(p, s).unwrap();
     });

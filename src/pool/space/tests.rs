@@ -8,7 +8,7 @@ use crate::testing::Rng;
 fn exact_accounting_and_full_coalescing() {
     let mut s = Space::new().unwrap();
     let o = s.add_owner();
-    s.add_region(0x1000_0000, 4096, o, true).unwrap();
+    s.add_region(0x1000_0000, 4096, o, Grain::Granule).unwrap();
     let a = s.alloc(o, 1024).unwrap();
     assert_eq!((s.free_bytes(o), s.used_bytes(o)), (3072, 1024));
     let b = s.alloc(o, 1).unwrap();
@@ -29,7 +29,7 @@ fn exact_accounting_and_full_coalescing() {
 fn owners_do_not_mix_until_told() {
     let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(0x2000_0000, 8192, a, true).unwrap();
+    s.add_region(0x2000_0000, 8192, a, Grain::Granule).unwrap();
     let x = s.alloc(a, 4096).unwrap();
     let freed = s.free(x, b, 7);
     assert_eq!((s.free_bytes(a), s.free_bytes(b)), (4096, 4096));
@@ -51,12 +51,12 @@ fn owners_do_not_mix_until_told() {
 fn huge_and_odd_sizes() {
     let mut s = Space::new().unwrap();
     let o = s.add_owner();
-    s.add_region(1 << 40, 1 << 34, o, false).unwrap();
+    s.add_region(1 << 40, 1 << 34, o, Grain::Page).unwrap();
     assert!(s.alloc(o, usize::MAX).is_none());
     assert!(s.alloc(o, 1 << 62).is_none());
     let b = s.alloc(o, (1 << 34) - 1).unwrap();
     assert_eq!(s.size(b), 1 << 34);
-    assert!(s.add_region(1 << 48, 1 << 20, o, false).is_none(), "beyond the table");
+    assert!(s.add_region(1 << 48, 1 << 20, o, Grain::Page).is_none(), "beyond the table");
     s.forget_all();
     assert_eq!((s.lookup(1 << 40), s.used_total()), (None, 0));
     assert!(s.owns_nothing(o));
@@ -69,18 +69,18 @@ fn ranges_can_be_taken_out_of_a_region() {
     for (skip, size) in [(0, 4096), (0, 16384), (4096, 4096), (12288, 4096), (512, 1024)] {
         let mut s = Space::new().unwrap();
         let o = s.add_owner();
-        let b = s.add_region(base, 16384, o, true).unwrap();
+        let b = s.add_region(base, 16384, o, Grain::Granule).unwrap();
         assert!(s.remove_range(b, base + skip, size));
         s.check().unwrap();
         assert_eq!((s.total(), s.free_bytes(o)), (16384 - size, 16384 - size));
         // And comes back: one region, one block.
-        let b = s.join_region(base + skip, size, o, true).unwrap();
+        let b = s.join_region(base + skip, size, o, Grain::Granule).unwrap();
         s.check().unwrap();
         assert_eq!((s.total(), s.size(b), s.addr(b)), (16384, 16384, base));
     }
     let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(base, 16384, a, true).unwrap();
+    s.add_region(base, 16384, a, Grain::Granule).unwrap();
     let x = s.alloc(a, 4096).unwrap();
     let y = s.alloc(a, 4096).unwrap();
     let z = s.alloc(a, 4096).unwrap();
@@ -101,7 +101,7 @@ fn random_operations_keep_the_invariants() {
     let mut s = Space::new().unwrap();
     let owners: Vec<OwnerId> = (0..4).map(|_| s.add_owner()).collect();
     for r in 0..4u64 {
-        s.add_region((5 << 40) + ((r + 1) << 30), 4 << 20, owners[r as usize], true).unwrap();
+        s.add_region((5 << 40) + ((r + 1) << 30), 4 << 20, owners[r as usize], Grain::Granule).unwrap();
     }
     let mut live: Vec<(BlockId, u64, usize)> = Vec::new();
     for step in 0..60_000u64 {
@@ -127,9 +127,9 @@ fn random_operations_keep_the_invariants() {
             }
             6 if !live.is_empty() => {
                 let (b, a, _) = live[rng.below(live.len() as u64) as usize];
-                k(b).set_state(State::Cached);
+                k(b).set_cached(true);
                 assert_eq!(s.lookup(a), None, "a cached block is not live");
-                k(b).set_state(State::Live);
+                k(b).set_cached(false);
             }
             _ => {
                 let free = s.free_blocks(o);
@@ -153,9 +153,9 @@ fn random_operations_keep_the_invariants() {
 fn a_region_grows_at_its_end() {
     let mut s = Space::new().unwrap();
     let (a, b) = (s.add_owner(), s.add_owner());
-    s.add_region(6 << 40, 4096, a, true).unwrap();
-    assert!(s.extend_region((6 << 40) + 512, 512, b, true).is_none(), "no region ends there");
-    let more = s.extend_region((6 << 40) + 4096, 8192, b, true).unwrap();
+    s.add_region(6 << 40, 4096, a, Grain::Granule).unwrap();
+    assert!(s.extend_region((6 << 40) + 512, 512, b, Grain::Granule).is_none(), "no region ends there");
+    let more = s.extend_region((6 << 40) + 4096, 8192, b, Grain::Granule).unwrap();
     assert_eq!((s.total(), s.free_bytes(a), s.free_bytes(b)), (12288, 4096, 8192));
     s.check().unwrap();
     s.set_owner(more, a);
