@@ -200,11 +200,11 @@ fn no_file_outgrows_its_room() {
     }
 }
 
-/// One row of the README for every setting, with the words of `config.rs`.
+/// One row of the README for every setting, with the words of `config/settings.rs`.
 #[test]
 fn the_readme_lists_every_setting() {
     let readme = read("README.md");
-    let config = read("src/config.rs");
+    let config = read("src/config/settings.rs");
     let mut settings = 0;
     for line in config.lines().filter(|l| l.trim_start().starts_with("opt(\"")) {
         let fields: Vec<&str> = line.split('"').skip(1).step_by(2).collect();
