@@ -135,6 +135,8 @@ impl Setting {
         let plain = self.kind.replace('`', "");
         match plain.strip_prefix("size") {
             Some(bounds) => format!("a size{bounds}: bytes, or with k, m, g or t, as 512m or 12GiB"),
+            None if plain.starts_with("number") => format!("a {plain}"),
+            None if plain.starts_with("integer") => format!("an {plain}"),
             None => plain,
         }
     }
