@@ -76,7 +76,17 @@ fn help_names_every_option_and_what_cannot_be_seen() {
         assert!(line.chars().count() <= 110, "too wide for a terminal: {line}");
     }
     assert!(output(gpupool().arg("--version"), 0).0.contains(env!("CARGO_PKG_VERSION")));
-    output(&mut gpupool(), 2);
+    // Without a word of what to do: help, and not as an answer.
+    let (stdout, stderr) = output(&mut gpupool(), 2);
+    assert!(stdout.is_empty() && stderr.contains("Usage:") && !stderr.contains("gpupool: "), "{stderr}");
+}
+
+#[test]
+fn a_closed_standard_error_keeps_the_exit_code() {
+    let full = || std::fs::File::create("/dev/full").unwrap();
+    for (args, code) in [(&["run", "--free", "foo", "ls"][..], 2), (&["run", "no-such-program"], 127)] {
+        assert_eq!(gpupool().args(args).stderr(full()).status().unwrap().code(), Some(code));
+    }
 }
 
 #[test]
@@ -157,22 +167,37 @@ fn run_says_why_a_program_cannot_start() {
 
 #[test]
 fn run_refuses_bad_options_before_anything_runs() {
-    for bad in [
-        &["--max-percent", "0"][..],
-        &["--max-percent", "101"],
-        &["--max-percent", "nan"],
-        &["--max-mem", "0"],
-        &["--max-mem", "12q"],
-        &["--max-mem", "99999999999999999999g"],
-        &["--free", "never"],
-        &["--log", "loud"],
-        &["--no-such-option"],
+    let (size, percent) =
+        ("wanted: a size, over 0: bytes, or with k, m, g or t, as 512m", "wanted: a number, over 0 to 100");
+    for (bad, why) in [
+        (&["--max-percent", "0"][..], percent),
+        (&["--max-percent", "101"], percent),
+        (&["--max-percent", "-5"], percent),
+        (&["--max-percent", "nan"], percent),
+        (&["--max-percent", "abc"], percent),
+        (&["--max-mem", "0"], size),
+        (&["--max-mem", "-5"], size),
+        (&["--max-mem", "-5g"], size),
+        (&["--max-mem", "12x"], size),
+        (&["--max-mem="], size),
+        (&["--max-mem", "99999999999999999999g"], size),
+        (&["--free", "foo"], "wanted: order, barrier or sync"),
+        (&["--log", "loud"], "wanted: off, error, warn, info, debug or trace"),
+        (&["--no-such-option"], "unexpected argument"),
     ] {
         let (stdout, stderr) = output(gpupool().arg("run").args(bad).args(["--", "echo", "ran"]), 2);
         assert_eq!(stdout, "");
-        assert!(stderr.contains(bad[0]), "{stderr}");
+        let option = bad[0].trim_end_matches('=');
+        assert!(stderr.starts_with("gpupool: ") && stderr.contains(option) && stderr.contains(why), "{stderr}");
     }
-    output(gpupool().arg("run"), 2);
+    // What is no option's.
+    for (bad, why) in
+        [(&["run"][..], "<PROGRAM>"), (&["rum"], "'rum'"), (&["doctor", "a", "b"], "'b'"), (&["--bad"], "'--bad'")]
+    {
+        let (stdout, stderr) = output(gpupool().args(bad), 2);
+        assert_eq!(stdout, "");
+        assert!(stderr.starts_with("gpupool: ") && stderr.contains(why) && stderr.contains("--help"), "{stderr}");
+    }
 }
 
 #[test]
@@ -200,12 +225,49 @@ fn the_library_is_found_where_it_is_installed() {
     let mut named = bare(&exe);
     named.current_dir(&dir).env("GPUPOOL_LIBRARY", "lib/libgpupool.so.0");
     assert_eq!(preload(&mut named), Some(dir.join("lib/libgpupool.so.0")));
-    // A path that is named and wrong is not passed over; one that LD_PRELOAD cannot hold is told of.
-    let (_, stderr) = output(bare(&exe).args(["run", "env"]).env("GPUPOOL_LIBRARY", "/nowhere/lib.so"), 2);
-    assert!(stderr.contains("/nowhere/lib.so"), "{stderr}");
+    // One that LD_PRELOAD cannot hold.
     symlink(library(), dir.join("a b.so")).unwrap();
     let (_, stderr) = output(bare(&exe).args(["run", "env"]).env("GPUPOOL_LIBRARY", dir.join("a b.so")), 2);
     assert!(stderr.contains("blank"), "{stderr}");
+    // A file of that name beside the command that is none is told of, and not passed over.
+    std::fs::remove_file(dir.join("bin/libgpupool.so")).unwrap();
+    std::fs::write(dir.join("bin/libgpupool.so"), "").unwrap();
+    let (_, stderr) = output(bare(&exe).args(["run", "env"]), 2);
+    assert!(stderr.contains("bin/libgpupool.so: not a shared library"), "{stderr}");
+}
+
+/// The loader would say a line of its own and start the program without the pool.
+#[test]
+fn a_library_that_is_none_is_an_error_before_anything_runs() {
+    let dir = scratch("not-the-library");
+    shell(
+        &dir,
+        "echo text >text; : >empty; mkdir folder; head -c 4096 /bin/true >cut
+         echo 'int main(void) { return 0; }' >m.c && gcc m.c -o program && gcc -c m.c -o object
+         echo 'void gpupoolMalloc(void); void f(void) { gpupoolMalloc(); }' >u.c && gcc -shared -fPIC u.c -o user",
+    );
+    std::fs::copy(library(), dir.join("other-machine")).unwrap();
+    shell(&dir, "printf '\\267' | dd of=other-machine bs=1 seek=18 conv=notrunc 2>/dev/null");
+    for (file, why) in [
+        ("missing", "there is no such file"),
+        ("folder", "not a file"),
+        ("text", "not a shared library of 64-bit x86"),
+        ("empty", "not a shared library"),
+        ("cut", "not a shared library"),
+        ("object", "not a shared library"),
+        ("other-machine", "not a shared library"),
+        ("program", "not gpupool's"),
+        ("user", "not gpupool's"),
+    ] {
+        let named = dir.join(file);
+        let (stdout, stderr) = output(gpupool().args(["run", "echo", "ran"]).env("GPUPOOL_LIBRARY", &named), 2);
+        assert_eq!(stdout, "", "{file}");
+        assert_eq!(stderr.lines().count(), 1, "{stderr}");
+        let says = format!("gpupool: GPUPOOL_LIBRARY={}: ", named.display());
+        assert!(stderr.starts_with(&says) && stderr.contains(why), "{file}: {stderr}");
+        let (stdout, _) = output(gpupool().arg("doctor").env("GPUPOOL_LIBRARY", &named), 1);
+        assert!(stdout.contains(&format!("library:  GPUPOOL_LIBRARY={}: ", named.display())), "{file}: {stdout}");
+    }
 }
 
 #[test]
@@ -224,9 +286,28 @@ fn doctor_tells_of_the_library_the_driver_and_the_devices() {
     let (text, _) = output(&mut old, 0);
     assert!(text.contains("CUDA 12.4") && text.contains("VMM no") && !text.contains("device 1"), "{text}");
     assert!(text.contains("GPUPOOL_FREE=sync") && !text.contains("order works"), "{text}");
+}
 
-    let (text, _) = output(gpupool().arg("doctor").env("GPUPOOL_INTERPOSE", "0"), 0);
-    assert!(text.contains("GPUPOOL_INTERPOSE=0"), "{text}");
+#[test]
+fn doctor_looks_at_the_settings() {
+    let doctor = |name: &str, value: &str, code| output(gpupool().arg("doctor").env(name, value), code).0;
+    assert!(doctor("GPUPOOL_MAX_MEM", "12GiB", 0).contains("setting:  GPUPOOL_MAX_MEM=12GiB\n"));
+    let text = doctor("GPUPOOL_MAX_MEM", "12x", 1);
+    assert!(text.contains("setting:  GPUPOOL_MAX_MEM=12x is not taken; wanted: a size, over 0"), "{text}");
+    assert_eq!(text.matches("GPUPOOL_MAX_MEM").count(), 1, "{text}");
+    let text = doctor("GPUPOOL_MAXMEM", "12g", 1);
+    assert!(
+        text.contains("setting:  GPUPOOL_MAXMEM is no setting and has no effect; is GPUPOOL_MAX_MEM meant?"),
+        "{text}"
+    );
+    // A program may have variables that begin so.
+    assert!(doctor("GPUPOOL_HOME", "x", 0).contains("note:     GPUPOOL_HOME is no setting of the library"));
+    assert_eq!(doctor("GPUPOOL_LOG", "", 0).lines().count(), 5, "an empty value is no value");
+    // Not wrong by itself, but no program is reached.
+    let text = doctor("GPUPOOL_INTERPOSE", "0", 0);
+    assert!(text.contains("note:     GPUPOOL_INTERPOSE=0 is set"), "{text}");
+    output(gpupool().args(["doctor", "env"]).env("GPUPOOL_INTERPOSE", "0"), 1);
+    output(gpupool().args(["doctor", "env"]).env("GPUPOOL_INTERPOSE", "1"), 0);
 }
 
 #[test]
@@ -239,15 +320,18 @@ fn doctor_answers_1_when_something_is_missing() {
     let (text, _) = output(gpupool().arg("doctor").env("SIMCUDA_DEVICES", "0"), 1);
     assert!(text.contains("does not start: error 100 (CUDA_ERROR_NO_DEVICE)"), "{text}");
     let (text, _) = output(gpupool().arg("doctor").env("GPUPOOL_LIBRARY", "/nowhere/lib.so"), 1);
-    assert!(text.contains("library:  not found: ") && text.contains("CUDA 13.0"), "{text}");
-    let other = root().join("target/simcuda/libcuda.so.1");
-    assert!(output(gpupool().arg("doctor").env("GPUPOOL_LIBRARY", other), 1).0.contains("not gpupool"));
+    assert!(
+        text.contains("/nowhere/lib.so: there is no such file") && text.contains("CUDA 13.0"),
+        "the rest is told too: {text}"
+    );
+    let (text, _) = output(gpupool().arg("doctor").env("SIMCUDA_FAIL", "cuDeviceTotalMem_v2:2:999"), 1);
+    assert!(text.contains("device 1: error 999"), "{text}");
     assert!(output(gpupool().args(["doctor", "no-such-program"]), 1).0.contains("no-such-program: not found"));
 }
 
-/// What doctor says of a program.
-fn verdict(program: impl AsRef<OsStr>) -> String {
-    let (text, _) = output(gpupool().arg("doctor").arg(program), 0);
+/// What doctor says of a program, and with which exit code.
+fn verdict(program: impl AsRef<OsStr>, code: i32) -> String {
+    let (text, _) = output(gpupool().arg("doctor").arg(program), code);
     let line = text.lines().last().unwrap().to_string();
     assert!(line.starts_with("program:  "), "{text}");
     line
@@ -255,12 +339,12 @@ fn verdict(program: impl AsRef<OsStr>) -> String {
 
 #[test]
 fn doctor_knows_the_doors_of_the_c_programs() {
-    let text = verdict(root().join("target/c/quickstart"));
+    let text = verdict(root().join("target/c/quickstart"), 0);
     assert!(text.contains("links libcudart.so.13: reached by the runtime door; linked to libgpupool too"), "{text}");
-    let text = verdict(root().join("target/c/static_runtime"));
+    let text = verdict(root().join("target/c/static_runtime"), 0);
     assert!(text.contains("has CUDA's runtime inside: reached by the driver door"), "{text}");
     // By name, and without CUDA.
-    let text = verdict("env");
+    let text = verdict("env", 0);
     assert!(text.contains("/env: ") && text.contains("should it load CUDA at run time"), "{text}");
 }
 
@@ -289,7 +373,7 @@ fn doctor_looks_through_libraries_and_at_the_driver() {
         ("inside", "its libinside.so has CUDA's runtime inside: reached by the driver door"),
         ("direct", "links libcuda.so.1: reached by the driver door"),
     ] {
-        let text = verdict(dir.join(program));
+        let text = verdict(dir.join(program), 0);
         assert!(text.ends_with(says), "{text}");
     }
     // The loader cannot list a program with a damaged library: what the program itself names still counts.
@@ -312,17 +396,18 @@ fn doctor_says_why_a_program_is_not_reached() {
          echo words >words && chmod +x words
          echo words >plain",
     );
-    for (program, says) in [
-        ("static", "statically linked"),
-        ("musl", "musl"),
-        ("setuid", "setuid: the loader ignores LD_PRELOAD"),
-        ("setgid", "setgid: the loader ignores LD_PRELOAD"),
-        ("narrow", "not a 64-bit x86 program"),
-        ("cut", "damaged"),
-        ("words", "nothing can be told"),
-        ("plain", "not executable"),
+    for (program, code, says) in [
+        ("static", 1, "statically linked"),
+        ("musl", 1, "musl"),
+        ("setuid", 1, "setuid: the loader ignores LD_PRELOAD"),
+        ("setgid", 1, "setgid: the loader ignores LD_PRELOAD"),
+        ("narrow", 1, "not a 64-bit x86 program"),
+        ("cut", 1, "damaged"),
+        ("plain", 1, "not executable"),
+        // Nothing speaks against it.
+        ("words", 0, "nothing can be told"),
     ] {
-        let text = verdict(dir.join(program));
+        let text = verdict(dir.join(program), code);
         assert!(text.contains(says) && !text.contains("reached by"), "{program}: {text}");
     }
 }
@@ -340,14 +425,14 @@ fn doctor_follows_scripts_to_what_runs_them() {
             quickstart.display()
         ),
     );
-    for (script, says) in [
-        ("direct", "a script for ".to_string() + quickstart.to_str().unwrap() + ": links libcudart.so.13"),
-        ("env", "python3.12: loads CUDA at run time: reached by the driver door when it does".into()),
-        ("orphan", "interpreter /nowhere/x is not found".into()),
-        ("loop", "nothing can be told".into()),
-        ("sh", "a shell: what it starts inherits the pool".into()),
+    for (script, code, says) in [
+        ("direct", 0, "a script for ".to_string() + quickstart.to_str().unwrap() + ": links libcudart.so.13"),
+        ("env", 0, "python3.12: loads CUDA at run time: reached by the driver door when it does".into()),
+        ("orphan", 1, "interpreter /nowhere/x is not found".into()),
+        ("loop", 1, "more of them than the kernel follows".into()),
+        ("sh", 0, "a shell: what it starts inherits the pool".into()),
     ] {
-        let (text, _) = output(gpupool().args(["doctor", &format!("./{script}")]).current_dir(&dir), 0);
+        let (text, _) = output(gpupool().args(["doctor", &format!("./{script}")]).current_dir(&dir), code);
         assert!(text.contains(&says), "{script}: {text}");
     }
 }

@@ -6,11 +6,12 @@ use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 
-use crate::program;
+use crate::{program, settings};
 
 /// Say whether the pool works here, and whether it would reach a program
 ///
-/// Tells where the library and the CUDA driver are and what each device offers. For a program: whether its
+/// Tells where the library and the CUDA driver are, what each device offers, and which settings the environment
+/// has: a value that is not taken, or a name that is nearly a setting's. For a program: whether its
 /// CUDA calls would be reached under `gpupool run`, and by which door: `runtime` (calls of a shared
 /// libcudart.so) or `driver` (all others). The program is not run and no device memory is taken; the
 /// program's shared libraries are listed by its own loader, as ldd does.
@@ -21,8 +22,8 @@ use crate::program;
 What cannot be seen from outside: a program that loads CUDA with RTLD_DEEPBIND or dlmopen, or asks dlvsym
 for its functions, goes past every preloaded library. `gpupool run --report` shows what was served.
 
-Exit codes: 0 when the library, a driver that starts and the program (where one is named) were found;
-1 when not; 2 when an argument is wrong."
+Exit codes: 0 when all is well: the library is there, a driver starts, every setting is taken, and the
+program, where one is named, would be reached as far as can be told; 1 when not; 2 when an argument is wrong."
 )]
 pub struct Options {
     /// The program to look at, by its path or by name on the PATH
@@ -31,28 +32,45 @@ pub struct Options {
 }
 
 pub fn doctor(options: Options) -> ExitCode {
-    let mut well = false;
-    match crate::library() {
-        Err(why) => say("library", format_args!("not found: {why}")),
-        Ok(path) if !program::is_gpupool(&path) => say("library", format_args!("{}: not gpupool", path.display())),
-        Ok(path) => {
-            say("library", path.display());
-            well = true;
-        }
+    let library = crate::library();
+    match &library {
+        Ok(path) => say("library", path.display()),
+        Err(why) => say("library", why),
     }
-    if std::env::var_os("GPUPOOL_INTERPOSE").is_some_and(|v| v == "0") {
-        say("note", "GPUPOOL_INTERPOSE=0 is set: no program is reached");
-    }
-    well &= driver();
+    let (taken, served) = settings();
+    // All of it is looked at, whatever is wrong before.
+    let mut well = library.is_ok() & taken & driver();
     if let Some(name) = options.program {
-        let path = program::find(&name);
-        well &= path.is_some();
-        match path {
-            Some(path) => say("program", format_args!("{}: {}", path.display(), program::verdict(&path))),
-            None => say("program", format_args!("{}: not found", name.to_string_lossy())),
-        }
+        let (path, verdict) = match program::find(&name) {
+            Some(path) => (path.display().to_string(), program::verdict(&path)),
+            None => (name.to_string_lossy().into_owned(), Err("not found".into())),
+        };
+        well &= verdict.is_ok() && served;
+        let (Ok(text) | Err(text)) = verdict;
+        say("program", format_args!("{path}: {text}"));
     }
     if well { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Tells of the settings in the environment. Whether all of them are taken, and whether they let CUDA's own calls be served.
+fn settings() -> (bool, bool) {
+    let variables = settings::environment();
+    let (config, refused) = settings::parse(&variables);
+    let misspelt = settings::misspelt(&variables);
+    for (name, value) in variables.iter().filter(|(_, value)| !value.is_empty()) {
+        if settings::SETTINGS.iter().any(|s| s.name == name) && settings::check(name, value).is_ok() {
+            say("setting", format_args!("{name}={value}"));
+        }
+    }
+    refused.iter().chain(&misspelt).for_each(|line| say("setting", line));
+    for other in settings::unknown(&variables).iter().filter(|u| u.nearest.is_none()) {
+        say("note", format_args!("{} is no setting of the library", other.name));
+    }
+    let served = config.interpose != Some(false);
+    if !served {
+        say("note", "GPUPOOL_INTERPOSE=0 is set: no program is reached");
+    }
+    (refused.is_empty() && misspelt.is_empty(), served)
 }
 
 /// One line. A reader that has gone away (`| head`) is no error.
@@ -101,7 +119,11 @@ fn driver() -> bool {
         say("driver", format_args!("does not start: {}", error(lib, code)));
         return false;
     }
-    (0..count).for_each(|ordinal| device(lib, ordinal));
+    if count == 0 {
+        say("driver", "has no device");
+    }
+    // Each is looked at, whatever the one before answers.
+    let devices = (0..count).map(|ordinal| device(lib, ordinal)).fold(count > 0, |all, well| all & well);
     // What order on the device takes: both calls came with CUDA 12.5.
     // SAFETY: an open library and NUL-terminated names.
     let has = |name: &CStr| !unsafe { libc::dlsym(lib, name.as_ptr()) }.is_null();
@@ -114,10 +136,11 @@ fn driver() -> bool {
             "by a wait of the host: GPUPOOL_FREE=sync is what this driver gets (order needs CUDA 12.5)"
         },
     );
-    true
+    devices
 }
 
-fn device(lib: *mut c_void, ordinal: c_int) {
+/// False when the device does not answer.
+fn device(lib: *mut c_void, ordinal: c_int) -> bool {
     let what = format!("device {ordinal}");
     let mut id: c_int = 0;
     let mut name = [0 as c_char; 128];
@@ -129,7 +152,8 @@ fn device(lib: *mut c_void, ordinal: c_int) {
         cu!(lib, c"cuDeviceTotalMem_v2", &mut bytes => *mut usize, id => c_int),
     ];
     if let Some(&code) = codes.iter().find(|code| **code != 0) {
-        return say(&what, error(lib, code));
+        say(&what, error(lib, code));
+        return false;
     }
     // SAFETY: the last byte of `name` was never written: it is a C string.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy();
@@ -142,6 +166,7 @@ fn device(lib: *mut c_void, ordinal: c_int) {
     // GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED.
     let (vmm, fd, rdma) = (has(102), has(103), has(110));
     say(&what, format_args!("{name}, {} MiB; VMM {vmm}, shareable by descriptor {fd}, RDMA {rdma}", bytes >> 20));
+    true
 }
 
 /// The file that the driver was loaded from.

@@ -1,19 +1,22 @@
 //! The `gpupool` command: starts a program with the library preloaded, and says what stands in the way of it. It knows the
-//! library as a file and by its settings; it uses none of its code.
+//! library as a file and by its settings, whose table it shares; it uses no other code of it.
 
 mod doctor;
 mod program;
 mod run;
+#[path = "../../config/settings.rs"]
+#[allow(dead_code)] // what the library alone asks
+mod settings;
 
 use std::env;
-use std::ffi::OsString;
+use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// What `gpupool run` answers when it cannot start: nothing was run.
+/// The exit code when an argument or the library is wrong: nothing was run.
 const USAGE: u8 = 2;
 
 #[derive(Parser)]
@@ -39,30 +42,43 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    match Cli::parse().command {
-        Command::Run(options) => run::run(options),
-        Command::Doctor(options) => doctor::doctor(options),
+    match Cli::try_parse().map(|cli| cli.command) {
+        Ok(Command::Run(options)) => run::run(options),
+        Ok(Command::Doctor(options)) => doctor::doctor(options),
+        // What is wrong is told as this command tells all else; clap prints help and the version itself.
+        Err(answer) => match answer.render().to_string().strip_prefix("error: ") {
+            Some(wrong) => fail(wrong.trim_end(), USAGE),
+            None => answer.exit(),
+        },
     }
 }
 
-/// Where the library is, as an absolute path that `LD_PRELOAD` can name; else what to tell the user.
+/// Says what is wrong. Standard error may be closed: the exit code still tells.
+fn fail(why: &str, code: u8) -> ExitCode {
+    let _ = writeln!(std::io::stderr(), "gpupool: {why}");
+    ExitCode::from(code)
+}
+
+/// Where the library is, as an absolute path that `LD_PRELOAD` can name; else what to tell the user. The loader itself would
+/// pass over what it cannot load with a line on standard error, and the program would run without the pool.
 fn library() -> Result<PathBuf, String> {
-    let path = match env::var_os("GPUPOOL_LIBRARY").filter(|named| !named.is_empty()) {
-        Some(named) => named_library(named)?,
-        None => nearby_library()?,
+    let (path, shown) = match env::var_os("GPUPOOL_LIBRARY").filter(|named| !named.is_empty()) {
+        Some(named) => {
+            let shown = format!("GPUPOOL_LIBRARY={}", named.to_string_lossy());
+            (std::path::absolute(named).map_err(|e| format!("{shown}: {e}"))?, shown)
+        }
+        None => {
+            let path = nearby_library()?;
+            let shown = path.display().to_string();
+            (path, shown)
+        }
     };
+    program::is_the_library(&path).map_err(|why| format!("{shown}: {why}"))?;
     // The loader splits LD_PRELOAD at both, and there is no way to quote them.
     if path.as_os_str().as_bytes().iter().any(|b| matches!(b, b' ' | b':')) {
-        let path = path.display();
-        return Err(format!("{path} has a blank or a colon in its path: LD_PRELOAD cannot name it; move or link it"));
+        return Err(format!("{shown}: a blank or a colon in the path, which LD_PRELOAD cannot name; move or link it"));
     }
     Ok(path)
-}
-
-fn named_library(named: OsString) -> Result<PathBuf, String> {
-    let shown = named.to_string_lossy().into_owned();
-    let path = std::path::absolute(named).map_err(|e| format!("GPUPOOL_LIBRARY={shown}: {e}"))?;
-    if path.is_file() { Ok(path) } else { Err(format!("GPUPOOL_LIBRARY={shown}: there is no such file")) }
 }
 
 fn nearby_library() -> Result<PathBuf, String> {

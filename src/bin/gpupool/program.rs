@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, CString, OsStr};
 use std::fs;
+use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -9,17 +10,43 @@ use std::process::Command;
 
 use memchr::memmem;
 use object::Endianness;
-use object::elf::{DT_NEEDED, DT_STRSZ, DT_STRTAB, EM_X86_64, FileHeader64};
-use object::read::elf::{Dyn, FileHeader, ProgramHeader};
+use object::elf::{DT_NEEDED, DT_STRSZ, DT_STRTAB, EM_X86_64, ET_DYN, FileHeader64, SHN_UNDEF, SHT_DYNSYM};
+use object::read::elf::{Dyn, FileHeader, ProgramHeader, Sym};
 
 /// Interpreters that load CUDA when a script asks for it, if at all.
 const RUNTIMES: &[&str] = &["python", "pypy", "julia", "java", "node", "ruby", "perl", "lua", "luajit", "octave", "R"];
 /// Interpreters that start other programs.
 const SHELLS: &[&str] = &["sh", "bash", "dash", "zsh", "ksh", "fish", "tcsh"];
 
-/// Whether `library` is gpupool's, as far as its strings tell.
-pub fn is_gpupool(library: &Path) -> bool {
-    fs::read(library).is_ok_and(|data| data.starts_with(b"\x7fELF") && memmem::find(&data, b"gpupoolMalloc").is_some())
+/// Scripts of scripts that the kernel follows.
+const SCRIPTS: u32 = 5;
+
+/// Whether the loader can preload `path`, and it is gpupool's library; else what it is.
+pub fn is_the_library(path: &Path) -> Result<(), String> {
+    match fs::metadata(path) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Err("there is no such file".into()),
+        Ok(m) if !m.is_file() => return Err("not a file".into()),
+        _ => {}
+    }
+    let data = fs::read(path).map_err(|e| format!("cannot be read: {e}"))?;
+    let Some(exported) = exports(&data, b"gpupoolMalloc") else {
+        return Err("not a shared library of 64-bit x86".into());
+    };
+    if exported { Ok(()) } else { Err("a shared library, but not gpupool's".into()) }
+}
+
+/// Whether a shared library has the symbol `name` for others; None for what is no shared library.
+fn exports(data: &[u8], name: &[u8]) -> Option<bool> {
+    let header = FileHeader64::<Endianness>::parse(data).ok()?;
+    let endian = header.endian().ok()?;
+    if header.e_machine(endian) != EM_X86_64 || header.e_type(endian) != ET_DYN {
+        return None;
+    }
+    let symbols = header.sections(endian, data).ok()?.symbols(endian, data, SHT_DYNSYM).ok()?;
+    let is_it = |sym: &object::elf::Sym64<Endianness>| {
+        sym.st_shndx(endian) != SHN_UNDEF && sym.name(endian, symbols.strings()) == Ok(name)
+    };
+    Some(symbols.iter().any(is_it))
 }
 
 /// The file that `execvp` would take for `name`.
@@ -35,39 +62,42 @@ fn executable(file: &Path) -> bool {
     fs::metadata(file).is_ok_and(|m| m.is_file() && m.mode() & 0o111 != 0)
 }
 
-/// What is to be said of a program that exists.
-pub fn verdict(path: &Path) -> String {
+/// What is to be said of a program that exists. Err when the pool would not reach its CUDA calls, or it cannot run at all; Ok too
+/// where nothing speaks against it.
+pub fn verdict(path: &Path) -> Result<String, String> {
     inspect(path, 0)
 }
 
 /// `depth` counts the scripts on the way: an interpreter may be a script itself.
-fn inspect(path: &Path, depth: u32) -> String {
+fn inspect(path: &Path, depth: u32) -> Result<String, String> {
     if !executable(path) {
-        return "is not executable".into();
+        return Err("is not executable".into());
     }
     if let Some(why) = raised(path) {
-        return format!("{why}: the loader ignores LD_PRELOAD for it; not reached");
+        return Err(format!("{why}: the loader ignores LD_PRELOAD for it; not reached"));
     }
     let data = match fs::read(path) {
         Ok(data) => data,
-        Err(e) => return format!("cannot be read, so nothing can be told: {e}"),
+        Err(e) => return Ok(format!("cannot be read, so nothing can be told: {e}")),
     };
     if data.starts_with(b"#!") {
         return script(&data, depth);
     }
     if !data.starts_with(b"\x7fELF") {
-        return "neither ELF nor a script with #!: nothing can be told".into();
+        return Ok("neither ELF nor a script with #!: nothing can be told".into());
     }
     let Some(elf) = Elf::parse(&data) else {
-        return "not a 64-bit x86 program, or a damaged one: the library cannot be loaded into it; not reached".into();
+        return Err(
+            "not a 64-bit x86 program, or a damaged one: the library cannot be loaded into it; not reached".into()
+        );
     };
     let Some(loader) = elf.loader else {
-        return "statically linked: no loader reads LD_PRELOAD; not reached".into();
+        return Err("statically linked: no loader reads LD_PRELOAD; not reached".into());
     };
     if loader.contains("musl") {
-        return "runs on musl, the library on glibc: the two do not mix; not reached".into();
+        return Err("runs on musl, the library on glibc: the two do not mix; not reached".into());
     }
-    doors(path, &data, &libraries(path, &loader, elf.needed))
+    Ok(doors(path, &data, &libraries(path, &loader, elf.needed)))
 }
 
 /// Why the loader runs this file in secure mode, if it does.
@@ -87,7 +117,7 @@ fn raised(path: &Path) -> Option<&'static str> {
 }
 
 /// `#!/usr/bin/env -S python3 -u`: what counts is the interpreter.
-fn script(data: &[u8], depth: u32) -> String {
+fn script(data: &[u8], depth: u32) -> Result<String, String> {
     let line = data[2..].split(|b| *b == b'\n').next().unwrap_or_default();
     let mut words = line.split(|b| b.is_ascii_whitespace()).filter(|w| !w.is_empty()).map(OsStr::from_bytes);
     let mut name = words.next().unwrap_or_default();
@@ -98,9 +128,14 @@ fn script(data: &[u8], depth: u32) -> String {
     }
     let shown = name.to_string_lossy();
     match find(name) {
-        None => format!("a script, whose interpreter {shown} is not found"),
-        Some(_) if depth >= 4 => "a script of a script of a script: nothing can be told".into(),
-        Some(path) => format!("a script for {}: {}", path.display(), inspect(&path, depth + 1)),
+        None => Err(format!("a script, whose interpreter {shown} is not found")),
+        Some(_) if depth >= SCRIPTS => {
+            Err("a script of a script, and so on: more of them than the kernel follows".into())
+        }
+        Some(path) => {
+            let about = |text: String| format!("a script for {}: {text}", path.display());
+            inspect(&path, depth + 1).map(about).map_err(about)
+        }
     }
 }
 

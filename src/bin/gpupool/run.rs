@@ -7,7 +7,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use crate::{USAGE, program};
+use crate::{USAGE, fail, program, settings};
 
 /// Start a program with the pool under it
 ///
@@ -26,23 +26,23 @@ Examples:
   GPUPOOL_DECAY_MS=500 gpupool run ./server
 
 Exit codes: the program's own; 127 when it is not found, 126 when it cannot be executed, 2 when an
-option is wrong or the library is not found."
+option is wrong or the library is missing or another file."
 )]
 pub struct Options {
     /// Hold at most this part of each device's memory, over 0 to 100 [GPUPOOL_MAX_MEM_PERCENT]
-    #[arg(long, value_name = "N", value_parser = percent)]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, value_parser = taken_by("GPUPOOL_MAX_MEM_PERCENT"))]
     max_percent: Option<String>,
     /// Hold at most this much of each device's memory: bytes, or 512m, 12g [GPUPOOL_MAX_MEM]
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", allow_hyphen_values = true, value_parser = taken_by("GPUPOOL_MAX_MEM"))]
     max_mem: Option<String>,
-    /// What a free is ordered by: the device, a barrier at every free, or a wait of the host [GPUPOOL_FREE]
-    #[arg(long, value_name = "HOW", value_parser = ["order", "barrier", "sync"])]
+    /// Frees: order (on the device), barrier (one at every free) or sync (the host waits) [GPUPOOL_FREE]
+    #[arg(long, value_name = "HOW", allow_hyphen_values = true, value_parser = taken_by("GPUPOOL_FREE"))]
     free: Option<String>,
     /// Report on standard error at exit what was served [GPUPOOL_REPORT]
     #[arg(long)]
     report: bool,
-    /// Let the library write messages on standard error [GPUPOOL_LOG]
-    #[arg(long, value_name = "LEVEL", value_parser = ["off", "error", "warn", "info", "debug", "trace"])]
+    /// Messages on standard error: off, error, warn, info, debug or trace [GPUPOOL_LOG]
+    #[arg(long, value_name = "LEVEL", allow_hyphen_values = true, value_parser = taken_by("GPUPOOL_LOG"))]
     log: Option<String>,
     /// The program, by its path or by name on the PATH, and its arguments
     #[arg(value_name = "PROGRAM", required = true, trailing_var_arg = true)]
@@ -79,11 +79,6 @@ pub fn run(options: Options) -> ExitCode {
     }
 }
 
-fn fail(why: &str, code: u8) -> ExitCode {
-    eprintln!("gpupool: {why}");
-    ExitCode::from(code)
-}
-
 /// `library` in front of what `before` holds, and there only once: one `gpupool run` may run another.
 fn preload(library: &OsStr, before: Option<&OsStr>) -> OsString {
     let library = library.as_bytes();
@@ -92,23 +87,7 @@ fn preload(library: &OsStr, before: Option<&OsStr>) -> OsString {
     OsString::from_vec([library].into_iter().chain(others).collect::<Vec<_>>().join(&b':'))
 }
 
-/// The library would warn of a bad value and go on without a limit; here it is an error before anything runs.
-fn percent(text: &str) -> Result<String, String> {
-    let good = text.parse::<f64>().is_ok_and(|v| v > 0.0 && v <= 100.0);
-    if good { Ok(text.into()) } else { Err("a number over 0, to 100, is wanted".into()) }
-}
-
-fn size(text: &str) -> Result<String, String> {
-    let lower = text.to_ascii_lowercase();
-    let digits = lower.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let shift = match &lower[digits.len()..] {
-        "" | "b" => Some(0),
-        "k" | "kb" | "kib" => Some(10),
-        "m" | "mb" | "mib" => Some(20),
-        "g" | "gb" | "gib" => Some(30),
-        "t" | "tb" | "tib" => Some(40),
-        _ => None,
-    };
-    let bytes = shift.and_then(|shift| digits.parse::<usize>().ok()?.checked_mul(1 << shift));
-    if bytes.is_some_and(|b| b > 0) { Ok(text.into()) } else { Err("bytes are wanted, or 64k, 512m, 12g".into()) }
+/// The library would warn of a value that `variable` does not take, and go on without; here it is an error before anything runs.
+fn taken_by(variable: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone {
+    move |text| settings::check(variable, text).map(|()| text.into())
 }
