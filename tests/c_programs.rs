@@ -108,11 +108,14 @@ fn torch_swap_frees_every_storage_where_it_came_from() {
 }
 
 #[test]
-fn a_bad_setting_warns_once_and_nothing_else_is_printed() {
+fn a_bad_or_misspelt_setting_warns_once_and_nothing_else_is_printed() {
     let quiet = program("quickstart", &[], &[], 0);
     assert!(!quiet.contains("gpupool:"), "{quiet}");
     let text = program("quickstart", &[], &[("GPUPOOL_BIN_STEPS", "many")], 0);
     assert_eq!(text.matches("GPUPOOL_BIN_STEPS=many").count(), 1, "{text}");
+    let text = program("quickstart", &[], &[("GPUPOOL_BINSTEPS", "4"), ("GPUPOOL_HOME", "x")], 0);
+    assert_eq!(text.matches("is GPUPOOL_BIN_STEPS meant?").count(), 1, "a misspelt name: {text}");
+    assert!(!text.contains("GPUPOOL_HOME"), "not the library's, nor near to what is: {text}");
     let (out, _) = quickstart(|c| c.env("GPUPOOL_BIN_STEPS", OsStr::from_bytes(b"\xff")));
     assert_eq!(out.matches("GPUPOOL_BIN_STEPS=").count(), 1, "not UTF-8: {out}");
 }

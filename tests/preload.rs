@@ -245,7 +245,8 @@ fn programs_without_cuda_see_nothing() {
             .args(args)
             .env("LD_PRELOAD", library())
             .env_remove("LD_LIBRARY_PATH")
-            .env_remove("GPUPOOL_REPORT")
+            // Each would be told of, and be reported on, where CUDA is used.
+            .envs([("GPUPOOL_REPORT", "1"), ("GPUPOOL_MAXMEM", "1g"), ("GPUPOOL_SLACK", "much")])
             .output();
         match out {
             Err(_) => {
@@ -263,6 +264,8 @@ fn programs_without_cuda_see_nothing() {
     run("bash", &["-c", "ls; echo $(ls | wc -l); exec true"]);
     run("bash", &["-c", "ls"]);
     run("python3", &["-c", "0"]);
+    // A look-up that begins as CUDA's names do.
+    run("python3", &["-c", "import ctypes; ctypes.CDLL(None).cuserid"]);
     run("git", &["--version"]);
     run("timeout", &["20", "sleep", "0"]);
     // The name of a driver that is not there: the loader's own answer.

@@ -28,7 +28,9 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
 extern "C" fn cuda_symbol(handle: *mut c_void, name: *const c_char, caller: usize) -> *mut c_void {
     crate::ffi::guard::guard(std::ptr::null_mut(), || {
         // Relative look-ups depend on who asks, and find this library by its place among the others.
-        if handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT || !super::active() {
+        let relative = handle == libc::RTLD_NEXT || handle == libc::RTLD_DEFAULT;
+        // Not every name that begins so is CUDA's: without a driver no setting is read, or warned of.
+        if relative || served().is_none() || !super::active() {
             return std::ptr::null_mut();
         }
         // SAFETY: dlsym's caller passes a NUL-terminated name.
@@ -47,13 +49,16 @@ fn ours(address: usize) -> Option<usize> {
     served()?.get(&address).copied()
 }
 
-/// The driver's functions that are served: their addresses, and ours. None while no driver is loaded.
+/// The driver's functions that are served: their addresses, and ours; none where the doors do not serve. None while no driver is loaded.
 fn served() -> Option<&'static HashMap<usize, usize>> {
     static SERVED: OnceCell<HashMap<usize, usize>> = OnceCell::new();
     SERVED
         .get_or_try_init(|| {
             let driver = linker::loaded(c"libcuda.so.1").ok_or(())?;
             let mut map = HashMap::new();
+            if !super::active() {
+                return Ok(map);
+            }
             for hook in [TABLE, memory::TABLE, order::TABLE].into_iter().flatten() {
                 if let Some(real) = linker::dlsym(driver, hook.name) {
                     hook.real.store(real, Relaxed);
