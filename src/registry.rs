@@ -20,6 +20,7 @@ use crate::error::Error;
 use crate::ipc;
 use crate::pool::{EXPORTED, Pool, PoolStats, table};
 use crate::source::{self, Source};
+use crate::stats;
 
 #[derive(Default)]
 struct Pools {
@@ -357,22 +358,21 @@ pub fn report_at_exit() {
 /// `GPUPOOL_REPORT`: what was served, to standard error.
 fn report() {
     use std::fmt::Write;
-    let mut out = String::from("gpupool: report\n");
+    let mut out = format!("gpupool: report of process {}, {}\n", std::process::id(), program_name());
     let alive = pools().into_iter().map(|p| (p.ordinal(), p.stats()));
     let pools: Vec<(i32, PoolStats)> = BURIED.lock().drain(..).chain(alive).collect();
     let total = pools.iter().map(|p| p.1).fold((0, 0), |sum, s| (sum.0 + s.mallocs, sum.1 + s.frees));
-    let (runtime, of_driver) = (crate::stats::RUNTIME.counts(), crate::stats::DRIVER.counts());
-    let mut door = |name: &str, [mallocs, frees, foreign_mallocs, foreign_frees]: [u64; 4]| {
+    let (runtime, of_driver) = (stats::RUNTIME.counts(), stats::DRIVER.counts());
+    let rest = |all: u64, at: usize| all.saturating_sub(runtime[at] + of_driver[at]);
+    let gpupool = [rest(total.0, 0), rest(total.1, 1), 0, 0];
+    let doors = [("runtime", runtime), ("driver", of_driver), ("gpupool", gpupool), ("cnmem", stats::CNMEM.counts())];
+    for (name, [mallocs, frees, foreign_mallocs, foreign_frees]) in doors {
         let _ = writeln!(
             out,
             "gpupool: {name} door: served {mallocs} mallocs {frees} frees, foreign {foreign_mallocs} mallocs {foreign_frees} frees"
         );
-    };
-    door("runtime", runtime);
-    door("driver", of_driver);
-    let rest = |all: u64, at: usize| all.saturating_sub(runtime[at] + of_driver[at]);
-    door("gpupool", [rest(total.0, 0), rest(total.1, 1), 0, 0]);
-    let (pinned, hits) = (crate::stats::PINNED.load(Relaxed), crate::stats::PINNED_HITS.load(Relaxed));
+    }
+    let (pinned, hits) = (stats::PINNED.load(Relaxed), stats::PINNED_HITS.load(Relaxed));
     let _ = writeln!(out, "gpupool: pinned memory: served {pinned}, from the cache {hits}");
     for (ordinal, s) in pools {
         let _ = writeln!(
@@ -388,4 +388,12 @@ fn report() {
         );
     }
     let _ = std::io::Write::write_all(&mut std::io::stderr(), out.as_bytes());
+}
+
+/// The name that the program was started by, without its folders.
+fn program_name() -> String {
+    let path = std::env::args_os().next().unwrap_or_default();
+    let name = std::path::Path::new(&path).file_name().unwrap_or_default().to_string_lossy();
+    // The report is lines.
+    name.replace(|c: char| c.is_control(), "?")
 }

@@ -1,4 +1,5 @@
-//! Counters of the doors that stand in for CUDA's own functions, for the report at exit. The pools count what they serve.
+//! Counters of the doors, for the report at exit. The pools count what they serve; what did not come in by a door that counts here
+//! came in by the gpupool door.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -27,6 +28,8 @@ impl Door {
 
 pub static RUNTIME: Door = Door::new();
 pub static DRIVER: Door = Door::new();
+/// Nothing is foreign to it: what it does not serve is an error.
+pub static CNMEM: Door = Door::new();
 /// Pinned allocations, and those of them that were kept from before.
 pub static PINNED: AtomicU64 = AtomicU64::new(0);
 pub static PINNED_HITS: AtomicU64 = AtomicU64::new(0);

@@ -27,9 +27,12 @@ struct Door {
 /// What `GPUPOOL_REPORT=1` prints at exit.
 #[derive(Debug, Default)]
 struct Report {
+    process: u32,
+    program: String,
     runtime: Door,
     driver: Door,
     gpupool: Door,
+    cnmem: Door,
     pinned: (u64, u64),
     /// Allocations of each pool, and how many fences and waits it took.
     devices: Vec<(u64, u64, u64)>,
@@ -38,8 +41,10 @@ struct Report {
 impl Report {
     /// The last one in the text: children print theirs before their parent ends.
     fn parse(text: &str) -> Option<Report> {
-        let start = text.rfind("gpupool: report\n")?;
-        let mut report = Report::default();
+        const HEAD: &str = "gpupool: report of process ";
+        let start = text.rfind(HEAD)?;
+        let (process, program) = text[start + HEAD.len()..].lines().next()?.split_once(", ")?;
+        let mut report = Report { process: process.parse().ok()?, program: program.into(), ..Report::default() };
         for line in text[start..].lines().skip(1) {
             let Some(line) = line.strip_prefix("gpupool: ") else { continue };
             let words: Vec<&str> = line.split([' ', ',', ':']).filter(|w| !w.is_empty()).collect();
@@ -60,6 +65,7 @@ impl Report {
                 Some("runtime") => report.runtime = door()?,
                 Some("driver") => report.driver = door()?,
                 Some("gpupool") => report.gpupool = door()?,
+                Some("cnmem") => report.cnmem = door()?,
                 Some("pinned") => report.pinned = (before("from", 0)?, words.last()?.parse().ok()?),
                 Some("device") => {
                     report.devices.push((before("mallocs", 0)?, before("fences", 0)?, before("waits", 0)?));
@@ -156,16 +162,19 @@ const WAYS: &[&[(&str, &str)]] = &[
 
 #[test]
 fn a_report_is_read() {
-    let text = "gpupool: report\n\
+    let text = "gpupool: report of process 17, a program\n\
         gpupool: runtime door: served 1 mallocs 2 frees, foreign 3 mallocs 4 frees\n\
         gpupool: driver door: served 5 mallocs 6 frees, foreign 7 mallocs 8 frees\n\
         gpupool: gpupool door: served 9 mallocs 10 frees, foreign 0 mallocs 11 frees\n\
+        gpupool: cnmem door: served 17 mallocs 18 frees, foreign 0 mallocs 0 frees\n\
         gpupool: pinned memory: served 12, from the cache 13\n\
         gpupool: device 0: 14 mallocs, 99.5 % from the cache, peak live 1 MiB, peak held 2 MiB, 15 fences, 16 waits\n";
     let report = Report::parse(text).expect("a report");
     assert_eq!(report.runtime, Door { mallocs: 1, frees: 2, foreign_mallocs: 3, foreign_frees: 4 });
     assert_eq!(report.driver, Door { mallocs: 5, frees: 6, foreign_mallocs: 7, foreign_frees: 8 });
     assert_eq!(report.gpupool, Door { mallocs: 9, frees: 10, foreign_mallocs: 0, foreign_frees: 11 });
+    assert_eq!(report.cnmem, Door { mallocs: 17, frees: 18, ..Door::default() });
+    assert_eq!((report.process, &*report.program), (17, "a program"));
     assert_eq!((report.pinned, report.devices), ((12, 13), vec![(14, 15, 16)]));
 }
 
@@ -515,6 +524,28 @@ fn a_program_that_only_links_keeps_its_own_cudamalloc() {
     let out = run(With::Bare, "quickstart", &[], &[]);
     let report = out.report();
     assert_eq!((report.runtime, report.driver), (Door::default(), Door::default()), "{}", out.stderr);
+}
+
+/// Whose report it is, and every door that is called by name.
+#[test]
+fn the_report_names_the_process_and_counts_every_door() {
+    let child = Command::new(root().join("target/c/quickstart"))
+        .env("LD_LIBRARY_PATH", format!("{0}/target/simcuda:{0}/target/release", root().display()))
+        .env("GPUPOOL_REPORT", "1")
+        .stderr(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let id = child.id();
+    let text = String::from_utf8(child.wait_with_output().unwrap().stderr).unwrap();
+    let report = Report::parse(&text).unwrap_or_else(|| panic!("no report:\n{text}"));
+    assert_eq!((report.process, &*report.program), (id, "quickstart"));
+    let only = |mallocs, frees| Door { mallocs, frees, ..Door::default() };
+    assert_eq!((report.cnmem, report.gpupool), (only(3, 3), only(0, 0)), "{text}");
+    // torch_swap's storages come in by cutorch's slot, which is a way to the gpupool door.
+    let report = run(With::Bare, "torch_swap", &[], &[]).report();
+    assert!(report.gpupool.mallocs > 0 && report.gpupool.mallocs == report.gpupool.frees, "{report:?}");
+    assert_eq!(report.cnmem, Door::default());
 }
 
 #[test]

@@ -14,6 +14,8 @@ use crate::error::Error;
 use crate::ffi::gpupool::{cudaStream_t, stream};
 use crate::ffi::guard::guard;
 use crate::managers::{Device, Request, Rules};
+use crate::registry;
+use crate::stats::{self, count};
 
 /// The version of CNMeM's interface: 1.0.0.
 #[allow(dead_code)] // for the header
@@ -177,6 +179,8 @@ pub unsafe extern "C" fn cnmemInit(numDevices: c_int, devices: *const cnmemDevic
             *references += 1;
             return CNMEM_STATUS_SUCCESS;
         }
+        // A program of this door alone makes no pool, whose first would arrange for it.
+        registry::report_at_exit();
         let has = |flag: cnmemManagerFlags_t| flags & flag as c_uint != 0;
         let rules = Rules {
             cannot_grow: has(CNMEM_FLAGS_CANNOT_GROW),
@@ -277,6 +281,7 @@ pub unsafe extern "C" fn cnmemMalloc(ptr: *mut *mut c_void, size: usize, stream:
             return Ok(());
         }
         *ptr = session.device(s)?.malloc(size, s)? as *mut c_void;
+        count(&stats::CNMEM.mallocs);
         Ok(())
     })
 }
@@ -297,7 +302,9 @@ pub unsafe extern "C" fn cnmemFree(ptr: *mut c_void, stream: cudaStream_t) -> cn
             return Ok(());
         }
         let device = session.devices.iter().find(|d| d.holds(ptr as u64)).ok_or(Error::InvalidArgument)?;
-        device.free(ptr as u64, s)
+        device.free(ptr as u64, s)?;
+        count(&stats::CNMEM.frees);
+        Ok(())
     })
 }
 
