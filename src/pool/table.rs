@@ -378,6 +378,8 @@ mod tests {
     fn used(at: u64) -> BlockId {
         let b = new_block().unwrap();
         block(b).addr.store(at, Relaxed);
+        // The record may have been another test's, and its space's.
+        block(b).space.store(0, Relaxed);
         publish(b);
         b
     }
